@@ -88,7 +88,7 @@ def instances(name, seconds, baseline, **more):
     return row(name, ours, "instances/s", baseline=baseline, better="more", **more)
 
 
-def adopted(shape, rows=None, compile_="require"):
+def adopted(shape, compile_="require"):
     """The user's network, adopted by two lines."""
     torch.manual_seed(0)
     model, criterion = PlainNCF(shape.users, shape.items), nn.BCEWithLogitsLoss()
@@ -97,7 +97,7 @@ def adopted(shape, rows=None, compile_="require"):
     def loss(user, item, context, label):
         return criterion(model(user, item, context), label)  # type: ignore[no-any-return]
 
-    return adopt(model, optimizer, loss, rows=rows, compile=compile_)
+    return adopt(model, optimizer, loss, compile=compile_)
 
 
 def columns_of(shape):
@@ -107,12 +107,12 @@ def columns_of(shape):
     return Rows(positives(shape)._asdict(), BATCH, negatives=negatives, drop_last=True)
 
 
-def over_rows(step):
+def over_rows(step, rows):
     """Epochs of batches that are made inside the step."""
 
     def loop(stop):
         while True:
-            for _ in step.epoch():
+            for _ in step.epoch(rows):
                 if stop():
                     return
 
@@ -171,9 +171,11 @@ def adopted_ncf(name, options):
     shape, steps = SHAPES[name], 100 if options.quick else 3000
     script, ours, others = Script(name, quick=options.quick), [], []
     with one_rank() as runtime:
-        step, model = adopted(shape, columns_of(shape)), network(shape)
+        step, model = adopted(shape), network(shape)
         own = training(model, loader_of(shape, model), runtime)
-        trainings = Trainings({"adopted": over_rows(step), "own": own})
+        trainings = Trainings(
+            {"adopted": over_rows(step, columns_of(shape)), "own": own}
+        )
         for turn in range(options.turns):
             script.turn()
             warm_up = 1 if turn else 50
@@ -185,7 +187,7 @@ def adopted_ncf(name, options):
     baseline = rates(INSTANCES, others)
     yield instances(f"ncf-{name}, as the package's own", ours, baseline)
     eager = eager_seconds(shape, 20 if options.quick or name == "full" else 400)
-    capture_s = step.figures()["capture_s"]
+    capture_s = step.capture_s
     pays = round(capture_s / (eager - sum(ours) / len(ours)))
     yield row(f"capturing, {name}", capture_s, "s", pays_after=pays)
 

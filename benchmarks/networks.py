@@ -91,7 +91,7 @@ def stacked(options):
     trainings.close()
     more = {
         "capture_s": first_s,
-        "capture_s_of_eight": sum(step.figures()["capture_s"] for step in several),
+        "capture_s_of_eight": sum(step.capture_s for step in several),
     }
     ours, baseline = (milliseconds(times[side]) for side in ("stack", "alone"))
     yield row("stacked", ours, "ms/step", baseline=baseline, **more)

@@ -28,14 +28,12 @@ def main(runtime, path="ncf.pt", positives=83_731, epochs=3):
         rank=runtime.rank,
         ranks=runtime.world_size,
     )
-    step = adopt(
-        model, optimizer, lambda *batch: loss_fn(model(*batch[:3]), batch[3]), rows=rows
-    )
+    step = adopt(model, optimizer, lambda *batch: loss_fn(model(*batch[:3]), batch[3]))
     with LocalSGD(model, step, every=32) as ranks:
         # in place of DistributedDataParallel(model)
         for epoch in range(int(epochs)):
             total = 0.0
-            for loss in step.epoch():
+            for loss in step.epoch(rows):
                 total += loss.item()
             ranks.settle()  # equal on all ranks, for an evaluation or a checkpoint
             if runtime.is_main:

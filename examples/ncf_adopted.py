@@ -94,12 +94,11 @@ def main(positives=83_731, epochs=30):
         model,
         optimizer,
         lambda *batch: loss_fn(model(*batch[:3]), batch[3]),
-        rows=rows,
         compile="require",
     )
     for epoch in range(epochs):
         total = 0.0
-        for loss in step.epoch():
+        for loss in step.epoch(rows):
             total += loss.item()
         print(f"epoch {epoch + 1}: loss {total / len(rows):.4f}")
     print(step.describe())

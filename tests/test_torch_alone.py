@@ -138,8 +138,8 @@ def collate(rows):
 found = why_slow(model, optimizer, loss, DataLoader(data, 64, collate_fn=collate), budget_s=1)
 print("verdict:", found.verdict)
 rows = Rows({"user": data.user, "item": data.item, "label": torch.ones(len(data))}, 64, drop_last=True)
-step = adopt(model, optimizer, loss, compile="require", rows=rows)
-losses = [float(loss) for _ in range(2) for loss in step.epoch()]
+step = adopt(model, optimizer, loss, compile="require")
+losses = [float(loss) for _ in range(2) for loss in step.epoch(rows)]
 print("adopted:", step.describe().split()[0], losses[-1] < losses[0] / 2)
 stacked = Stack([Net(), Net()], lambda net, *batch: loss_fn(net(*batch), torch.ones(64)), [1e-2, 3e-2], compile=False)
 print("stacked:", *[len(stacked.step(data.user[:64], data.item[:64]))])

@@ -55,12 +55,12 @@ def script(compile_: Any = "require") -> Script:
     torch.manual_seed(0)
     model = Pairs(USERS, ITEMS)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    step = adopt(model, optimizer, logistic(model), rows=rows, compile=compile_)
+    step = adopt(model, optimizer, logistic(model), compile=compile_)
     return Script(model, optimizer, rows, step)
 
 
-def losses_of(step: AdoptedStep, epochs: int) -> list[float]:
-    return [float(loss) for _ in range(epochs) for loss in step.epoch()]
+def losses_of(step: AdoptedStep, rows: Rows, epochs: int) -> list[float]:
+    return [float(loss) for _ in range(epochs) for loss in step.epoch(rows)]
 
 
 def test_batches_made_inside_of_a_step_train_as_those_of_a_loader_and_equal_ids_are_read_once(
@@ -72,9 +72,9 @@ def test_batches_made_inside_of_a_step_train_as_those_of_a_loader_and_equal_ids_
     for _ in range(3):
         losses += [float(eager.step(*batch)[0]) for batch in eager.rows]
     assert len(losses) == 18  # the last batch of an epoch has 10 rows
-    assert losses_of(inside.step, 3) == losses
+    assert losses_of(inside.step, inside.rows, 3) == losses
     torch.testing.assert_close(inside.weights(), eager.weights(), rtol=0, atol=0)
-    assert losses_of(captured.step, 3) == pytest.approx(losses, abs=1e-5)
+    assert losses_of(captured.step, captured.rows, 3) == pytest.approx(losses, abs=1e-5)
     torch.testing.assert_close(captured.weights(), eager.weights(), rtol=0, atol=2e-3)
     assert "moved row by row: user.weight" in captured.step.describe()
     seen = captured.step._captures.seen.look_ups
@@ -86,15 +86,17 @@ def test_batches_made_inside_of_a_step_train_as_those_of_a_loader_and_equal_ids_
         lambda rows, device: RowsOnDevice(rows, device, draws_inside=True),
     )
     first = script()
-    begun = losses_of(first.step, 1)
-    begun += [float(loss) for loss in itertools.islice(first.step.epoch(), 3)]
+    begun = losses_of(first.step, first.rows, 1)
+    begun += [float(loss) for loss in itertools.islice(first.step.epoch(first.rows), 3)]
     file = io.BytesIO()
     torch.save([each.state_dict() for each in first[:3]], file)
     second = script()
     states = torch.load(io.BytesIO(file.getvalue()))
     for each, state in zip(second[:3], states, strict=True):
         each.load_state_dict(state)
-    assert begun + losses_of(second.step, 2) == pytest.approx(losses, abs=1e-5)
+    assert begun + losses_of(second.step, second.rows, 2) == pytest.approx(
+        losses, abs=1e-5
+    )
     torch.testing.assert_close(second.weights(), eager.weights(), rtol=0, atol=2e-3)
 
 
@@ -141,23 +143,20 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
     for way in ("off", "require"):
         torch.manual_seed(0)
         model = Concatenated(CHANGES[change])
-        negatives = Uniform(ITEMS, draws=4)
-        rows = Rows(columns, 8, negatives=negatives, positive="item", seed=3)
+        negatives = Uniform(ITEMS, draws=4, exclude=("item", "item"))
+        rows = Rows(columns, 8, negatives=negatives, seed=3)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        step = adopt(model, optimizer, logistic(model), rows=rows, compile=way)  # type: ignore[arg-type]
-        found.append((losses_of(step, 4), model.state_dict()))
+        step = adopt(model, optimizer, logistic(model), compile=way)  # type: ignore[arg-type]
+        found.append((losses_of(step, rows, 4), model.state_dict()))
     (eager, weights), (captured, others) = found
     assert captured == pytest.approx(eager, abs=2e-6)
     torch.testing.assert_close(others, weights, rtol=0, atol=1e-5)
     assert ((8, 6) in multiplied) == (change == "read")
 
 
-def test_an_epoch_without_rows_is_refused() -> None:
-    model = Pairs(USERS, ITEMS)
-    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), logistic(model))
-    text = r"epoch\(\) has no rows; give adopt\(..., rows=Rows\("
-    with pytest.raises(CannotAdopt, match=text):
-        next(step.epoch())
+def test_an_epoch_of_other_batches_is_refused() -> None:
+    with pytest.raises(CannotAdopt, match=r"epoch\(\) takes Rows, not a list"):
+        next(script().step.epoch([]))  # type: ignore[arg-type]
 
 
 def test_the_second_users_script_is_adopted_by_a_few_lines(

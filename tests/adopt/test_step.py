@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import networkx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -197,19 +196,20 @@ class Forms(nn.Module):
 
 
 class Softmax(nn.Module):
-    """All items are scored: their table is read as a matrix."""
+    """All items are scored: their table is read as a matrix, and by ids too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.user, self.item = nn.Embedding(FEW, D), nn.Embedding(FEW, D)
+        self.user, self.item = nn.Embedding(FEW, D), nn.Embedding(ITEMS, D)
 
-    def forward(self, user: Tensor) -> Tensor:
-        return self.user(user) @ self.item.weight.T
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        scores = self.user(user) @ self.item.weight.T
+        return scores * self.item(item).sum(1, keepdim=True)
 
 
 def softmax() -> Case:
     model = Softmax()
-    return case(model, lambda user, item, _: F.cross_entropy(model(user), item))
+    return case(model, lambda user, item, _: F.cross_entropy(model(user, item), item))
 
 
 class Layers(nn.Module):
@@ -274,15 +274,13 @@ class Remembering(Pairs):
 
 
 def odd() -> Case:
-    """What a script may have besides: hooks, a spare layer, other types in batch and output, a package's helper."""
+    """What a script may have besides: hooks, a spare layer, other types in batch and output."""
     model = Remembering()
     model.add_module("spare", nn.Linear(3, 3))
     model.user.register_forward_hook(lambda *_: None)
 
     def loss(user: Tensor, item: Tensor, label: Tensor, _: object) -> Any:
-        # Dynamo leaves out functions of this package by its name.
-        weight = networkx.utils.flatten([0.5, [1.0, (0.25, 0.75)]])[2]
-        return (logistic(model)(user, item, label) * weight).view(1), {"n": 3.0}
+        return logistic(model)(user, item, label).view(1), {"n": 3.0}
 
     def draw(generator: torch.Generator) -> Batch:
         user, item, label = pairs(generator)
@@ -392,12 +390,12 @@ def check(name: str, count: int) -> None:
     made, others, step = with_adopt(CASES[name], count)
     described = step.describe()
     assert described.startswith("captured since step 3"), described
+    if name == "all items":
+        line = r"test_step.py:\d+ \(scores = self.user"
+        assert re.search(rf"as a dense layer: item.weight \(.*{line}", described)
     if name in ("AdamW", "SGD of large weights", "clipped"):
         # Decay of all rows and a limited norm leave tables row by row.
         assert "moved row by row: user.weight, item.weight" in described
-    if name == "all items":
-        line = r"test_step.py:\d+ \(return self.user"
-        assert re.search(rf"as a dense layer: item.weight \(.*{line}", described)
     within = WHOLE
     if "row by row" in described:
         # Decay is the product of all skipped steps; Adam's eps counts as of the first
@@ -410,15 +408,6 @@ def check(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_an_adopted_model_learns_what_the_users_own_loop_learns(name: str) -> None:
     check(name, 7)
-
-
-def test_a_step_is_captured_while_autograd_looks_for_anomalies(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with torch.autograd.set_detect_anomaly(True):
-        check("Adagrad, sparse", 7)
-        assert torch.is_anomaly_enabled()
-    assert "set_detect_anomaly is on" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -479,43 +468,12 @@ class Noisy(Pairs):
         return super().forward(user, item) * (1.0 if random.random() < 0.5 else 2.0)
 
 
-class OverAGraph(Pairs):
-    """LightGCN's product: the neighbours of each item, by a sparse matrix."""
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        matrix = NEIGHBOURS
-        items = torch.sparse.mm(matrix, self.item.weight)
-        return (self.user(user) * F.embedding(item, items)).sum(1)
-
-
-NEIGHBOURS = torch.eye(FEW).to_sparse()
-
-
 class Packed(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(
             self.item(item)[:, None], torch.ones(B), batch_first=True
         )
         return packed.data.sum(1) + super().forward(user, item)
-
-
-class Scaled(Pairs):
-    """RecBole's FwFM: its weights are no parameter, so its optimizer does not move them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(1, requires_grad=True)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return super().forward(user, item) * self.scale
-
-
-class Variables(Pairs):
-    """RecBole's KTUP: of a tensor, Variable() is its detach()."""
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        scores = super().forward(user, item)
-        return scores + torch.autograd.Variable(scores * 2)
 
 
 class Dictionary(Pairs):
@@ -570,7 +528,6 @@ def backward(made: Case) -> Case:
     return made._replace(loss=loss)
 
 
-SCALER = torch.amp.GradScaler("cpu")
 OUTSIDE = nn.Parameter(torch.ones(()))
 HERE = r"test_step.py:\d+ "
 REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
@@ -634,21 +591,9 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         lambda: case(Noisy()),
         rf"{HERE}\(return super.*\) (cannot be traced by torch.compile|depends on values)",
     ),
-    "sparse matrix": (
-        lambda: case(OverAGraph()),
-        rf"{HERE}\(items = .*\) reads a sparse matrix; take F.embedding_bag\(columns, dense, row",
-    ),
     "packed": (
         lambda: case(Packed()),
         rf"{HERE}\(packed = .*\) cannot be traced by torch.compile \(it leaves out pack_padded_seq",
-    ),
-    "no parameter": (
-        lambda: case(Scaled()),
-        rf"{HERE}.* reads 'scale', which requires a gradient, but no .*; make it an nn.Parameter",
-    ),
-    "Variable": (
-        lambda: case(Variables()),
-        rf"{HERE}.* calls Variable\(x\), .*; x.detach\(\) is the same",
     ),
     "keys": (
         lambda: case(Dictionary()),
@@ -663,10 +608,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         "writes into a weight or into the batch",
     ),
     "backward": (lambda: backward(of_pairs()), r"calls backward\(\)"),
-    "scaler": (
-        lambda: times(SCALER.scale),
-        "the loss is scaled by a GradScaler; return the loss itself",
-    ),
 }
 
 
@@ -705,30 +646,17 @@ def test_eager_steps_are_the_users_own_to_the_bit() -> None:
         assert_same(plain, made)
 
 
-SPARSE = nn.Embedding(FEW, 1, sparse=True)
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"model": "no"}, "model is a str; give an nn.Module"),
-    ({"optimizer": [1]}, "optimizer is a int; give a torch.optim.Optimizer"),
-    ({"optimizer": []}, "there is no optimizer"),
-    ({"optimizer": torch.optim.Adam}, "optimizer is a type; give a torch.optim"),
-    ({"optimizer": None}, "optimizer is a NoneType; give a torch.optim.Optimizer"),
-    ({"rows": [1]}, "rows is a list; give Rows of your columns"),
-    ({"autocast": torch.autocast("cpu")}, "autocast is a autocast, and each step"),
-    ({"autocast": None}, "autocast is a NoneType, and each step needs a context"),
-    ({"loss": 3}, "loss is a int; give a function"),
+    ({"model": "no"}, "model is a str: must be an nn.Module"),
+    ({"optimizer": [1]}, "optimizer is a int: must be a torch.optim.Optimizer"),
+    ({"optimizer": []}, "optimizer=\\[\\]: give a torch.optim.Optimizer"),
     ({"loss": lambda *_: 3.0}, "the loss function returned a float; return the loss"),
     (
         {"loss": lambda *_: torch.ones(3, requires_grad=True)},
         r"the loss has the shape \(3,\); return one number",
     ),
-    ({"loss": lambda *_: torch.ones(())}, "the loss does not depend on a parameter"),
     ({"clip_norm": -1.0}, "clip_norm=-1.0: must be a number of 0 or more"),
-    (
-        {"model": SPARSE, "optimizer": sgd(SPARSE), "clip_norm": 1.0},
-        r"clip_norm=1: the gradient of 'weight'.* is sparse, and .*; make the table with sparse=False",
-    ),
     ({"compile": "yes"}, "compile='yes': must be 'auto', 'off' or 'require'"),
-    ({"verify": -1}, "verify=-1: must be a number of steps"),
     (
         {
             "compile": "require",
@@ -844,20 +772,6 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, fresh: bool) -> 
         assert step.describe().startswith("captured since step 3")
 
 
-def test_a_loaded_learning_rate_and_a_scheduler_take_effect() -> None:
-    made, step, given = adopted_case()
-    (optimizer,) = made.optimizers
-    state = optimizer.state_dict()
-    state["param_groups"][0]["lr"] = 0.0
-    optimizer.load_state_dict(state)
-    before = made.model.top.weight.clone()
-    step(*next(given))
-    assert torch.equal(before, made.model.top.weight)
-    optimizer.param_groups[0]["lr"] = 0.1
-    step(*next(given))
-    assert not torch.equal(before, made.model.top.weight)
-
-
 # --------------------------------------------------------- what changes between steps
 
 
@@ -884,11 +798,10 @@ def both_ways(
     return eager, captured, step
 
 
-def test_a_number_that_changes_in_every_step_ends_the_capture_and_is_named(
+def test_steps_whose_number_changes_in_each_stay_eager_and_its_line_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (adopted, captures):
-        monkeypatch.setattr(module, "GRAPHS", 3)
+    monkeypatch.setattr(captures, "GRAPHS", 3)
     monkeypatch.setattr(policy, "WATCHED", 2)
 
     def loop(made: Case, step: AdoptedStep) -> list[float]:
@@ -899,8 +812,10 @@ def test_a_number_that_changes_in_every_step_ends_the_capture_and_is_named(
         return losses
 
     eager, captured, _ = both_ways(lambda: case(Tempered()), loop)
-    text = "'temperature' changes from step to step; give it to the step as a tensor"
-    assert text in capsys.readouterr().out
+    text = (
+        r"test_step.py:\d+ \(return super.*: a value changes from step to step; give it"
+    )
+    assert re.search(text, capsys.readouterr().out)
     assert captured == pytest.approx(eager, abs=WHOLE)
 
 
@@ -951,7 +866,7 @@ def test_of_many_widths_some_are_captured_and_the_rest_is_named_with_the_remedy(
     assert captured == pytest.approx(eager, abs=1e-5)
     assert step.describe().startswith("captured since step 13")
     assert "batches of more than 4 shapes" in step.describe()
-    assert "tensor 0 is (16, " in step.describe()
+    assert "as this one of (16, " in step.describe()
     made = case(Listed())
     step = adopt(made.model, made.optimizers, made.loss, compile="require")
     with pytest.raises(CannotAdopt, match="batches of more than 4 shapes"):

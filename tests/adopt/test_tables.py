@@ -22,15 +22,14 @@ USERS, ITEMS, D, ROWS, STEPS, LR = 40, 30, 8, 24, 40, 0.5
 
 
 class Mixed(nn.Module):
-    """Tables of two widths, a bag, tables within nn.Sequential and by a tied weight, and a chain of computed ids."""
+    """Tables of two widths, a bag, tables within nn.Sequential and by two names, and a chain of computed ids."""
 
     def __init__(self) -> None:
         super().__init__()
         self.user = nn.Sequential(nn.Embedding(USERS, 4), nn.Linear(4, D))
         self.bag = nn.EmbeddingBag(ITEMS, D, mode="mean")
         self.item = nn.Embedding(ITEMS, D, padding_idx=3)
-        self.again = nn.Embedding(ITEMS, D, padding_idx=3)
-        self.again.weight = self.item.weight
+        self.again = self.item
         self.top, self.drop = nn.Linear(3 * D, 1), nn.Dropout(0.0)
 
     def forward(
@@ -215,8 +214,8 @@ class OfItsOwn(nn.Embedding):
         return super().forward(ids) * 2
 
 
-def tied_with(other: nn.Embedding | nn.EmbeddingBag) -> nn.ModuleDict:
-    item = nn.Embedding(8, D)
+def tied() -> nn.ModuleDict:
+    item, other = nn.Embedding(8, D), nn.Embedding(8, D)
     other.weight = item.weight
     return nn.ModuleDict({"item": item, "other": other})
 
@@ -224,7 +223,7 @@ def tied_with(other: nn.Embedding | nn.EmbeddingBag) -> nn.ModuleDict:
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "no table": (
         nn.Linear(2, 1),
-        "has no nn.Embedding and no nn.EmbeddingBag: there is no table to move",
+        "has no nn.Embedding and no nn.EmbeddingBag to move",
     ),
     "padding": (
         nn.EmbeddingBag(8, D, padding_idx=0),
@@ -251,14 +250,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         r"table 'user' has a torch.float16 weight, .* call float\(\)",
     ),
     "own forward": (OfItsOwn(8, D), "table 'user' has a forward of its own"),
-    "tied paddings": (
-        tied_with(nn.Embedding(8, D, padding_idx=1)),
-        "table 'user.other' shares its weight with one of another padding_idx",
-    ),
-    "tied": (
-        tied_with(nn.EmbeddingBag(8, D)),
-        "table 'user.other' shares its weight with one that is pooled otherwise: look both up",
-    ),
+    "tied": (tied(), "table 'user.other' shares its weight with another: look both up"),
 }
 
 
@@ -274,15 +266,11 @@ def test_a_table_without_a_collection_of_its_kind_is_refused_by_name(name: str) 
 def test_tables_named_in_without_stay() -> None:
     tables = {"user": nn.Embedding(8, D), "pos": nn.Embedding(2, D)}
     model = nn.ModuleDict(tables)
-    with pytest.raises(ValueError, match=r"without='post'.* did you mean 'pos'"):
+    with pytest.raises(ValueError, match=r"without='post'.* there are pos, user"):
         adopt_tables(model, without=["post"])
     adopt_tables(model, without=["pos"])
     assert model["pos"] is tables["pos"]
     assert model["user"] is not tables["user"]
-    with pytest.raises(
-        CannotAdopt, match=r"no nn.EmbeddingBag beside those of without=pos"
-    ):
-        adopt_tables(model, without=["pos"])
 
 
 IDS = torch.tensor([[0, 1], [2, 3]])
@@ -295,12 +283,12 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "offsets": (
         lambda model: model["bag"](IDS.flatten(), torch.tensor([0, 2])),
         CannotAdopt,
-        r"table 'bag' is looked up with offsets: give ids as \(B, L\)",
+        r"table 'bag' is looked up with offsets or .*: give ids as \(B, L\)",
     ),
     "weights": (
         lambda model: model["bag"](IDS, per_sample_weights=IDS.float()),
         CannotAdopt,
-        "table 'bag' is looked up with per_sample_weights: .*weigh the rows",
+        "table 'bag' is looked up with .*per_sample_weights: .*weigh the rows",
     ),
     "an id": (
         lambda model: model["user"](IDS + 5),

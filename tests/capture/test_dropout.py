@@ -7,11 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchrec_ext.capture.dropout import (
-    hashed_dropout,
-    hashed_mask,
-    with_hashed_dropout,
-)
+from torchrec_ext.capture.dropout import hashed_mask, with_hashed_dropout
 
 CPU = torch.device("cpu")
 
@@ -39,10 +35,6 @@ def test_masks_are_true_as_often_as_they_should_be_and_independent_of_each_other
     for name, pair in pairs.items():
         both = torch.stack([each.flatten().float() for each in pair])
         assert abs(float(torch.corrcoef(both)[0, 1])) < 5e-3, name
-    for dim in (0, 1):
-        # neither a row nor a column has more or fewer than chance gives it
-        spread = mask.float().mean(dim).std() / (deviation / 1000**0.5)
-        assert float(spread) == pytest.approx(1, abs=0.15)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -66,12 +58,3 @@ def test_a_graphs_dropout_has_one_mask_for_forward_and_backward(inplace: bool) -
     assert torch.allclose(dropped, x * grad)
     assert sorted({round(float(value), 4) for value in grad.flatten()}) == [0, 2.5]
     assert (grad > 0).float().mean() == pytest.approx(0.4, abs=0.02)
-
-
-def test_an_evaluation_and_the_ends_of_the_probability_draw_nothing() -> None:
-    x = torch.rand(3)
-    state = torch.get_rng_state()
-    assert torch.equal(hashed_dropout(x, 0.5, training=False), x)
-    assert torch.equal(hashed_dropout(x, 0.0), x)
-    assert not hashed_dropout(x, 1.0).any()
-    assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""Rows that lag behind between captured steps are updated in blocks, at the rates of the steps they skipped."""
+"""Rows that lag behind between captured steps are updated in blocks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.capture.test_captured import KINDS, farthest, sharded, stepped
+from tests.capture.test_captured import KINDS, sharded, stepped
 from tests.contracts import gather_state, run_ranks
 from tests.examples import USERS, batches
 from torchrec_ext.capture import memory as step_memory
 from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.executors import as_it_is
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.config import Schedule
-from torchrec_ext.train.step.schedule import scheduler
-
-COUNT = 40
 
 
 class _Largest(TorchDispatchMode):
@@ -66,41 +62,6 @@ def test_rows_brought_up_to_date_in_blocks_are_those_of_one_sweep_bit_for_bit() 
     assert [largest for _, largest in others] == [16, 7]
     for other, _ in others:
         assert all(torch.equal(other[name], value) for name, value in whole.items())
-
-
-def scheduled(runtime: Runtime, schedule: Schedule) -> float:
-    """How far captured steps end from those of dense Adam under one schedule, where each step reads 2 of 101 users."""
-    given, states = list(batches(COUNT, size=2)), []
-    for captured in (False, True):
-        model, optimizer = sharded(runtime, *KINDS[0])
-        rates = scheduler(optimizer, schedule, schedule, COUNT)
-        step: CapturedStep | None = None
-        for number, batch in enumerate(given):
-            if captured and number == 1:
-                step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
-            _ = stepped(model, optimizer, batch) if step is None else step(batch)
-            rates.step()
-        if step is not None:
-            step.settle()
-        states.append(gather_state(model))
-    return farthest(*states)
-
-
-def under_schedules(runtime: Runtime) -> list[float]:
-    return [
-        scheduled(runtime, each)
-        for each in (
-            Schedule(),
-            Schedule(kind="linear", warmup=10),
-            Schedule(kind="cosine", warmup=5),
-        )
-    ]
-
-
-def test_rows_that_are_seldom_read_end_where_dense_adam_ends_under_a_schedule() -> None:
-    (found,) = run_ranks(under_schedules, 1)
-    for far in found:
-        assert far < 5e-3, found
 
 
 @pytest.mark.gpu

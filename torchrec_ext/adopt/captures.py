@@ -34,7 +34,6 @@ from torchrec_ext.adopt.errors import (
 )
 from torchrec_ext.adopt.graph import (
     GRAPHS,
-    OneGraphTooMany,
     OtherMemory,
     StepGraph,
     changed_between_calls,
@@ -44,7 +43,6 @@ from torchrec_ext.adopt.lag import catch_up
 from torchrec_ext.adopt.reads import StepReads, constant_masks, the_loss
 from torchrec_ext.adopt.updates import (
     CapturedUpdate,
-    StepCall,
     lag_of,
     updated_parameters,
 )
@@ -60,7 +58,7 @@ from torchrec_ext.capture.compiled import (
 from torchrec_ext.capture.errors import RareShapeError
 from torchrec_ext.capture.memory import RowTable, StepMemory
 from torchrec_ext.capture.policy import MOST_GRAPHS
-from torchrec_ext.capture.step import StepPart, parts_of, trained
+from torchrec_ext.capture.step import parts_of, trained
 from torchrec_ext.distributed.row_rule import row_by_row
 from torchrec_ext.drawn import DrawnStep, Resident
 from torchrec_ext.observe.user_lines import first_line, module_line
@@ -68,14 +66,7 @@ from torchrec_ext.observe.user_lines import first_line, module_line
 _TRIES = 6  # memories that a graph is traced with, before it stays eager
 
 
-class TensorKind(NamedTuple):
-    """Shape and dtype of a tensor of a batch."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-Shapes = tuple[TensorKind, ...]  # of the tensors of a batch
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors of a batch
 
 
 class TooManyShapesError(RareShapeError):
@@ -87,7 +78,7 @@ class Seen(NamedTuple):
 
     Args:
         look_ups: rows that it read of each table, by the id of its weight.
-        matrices: the line that reads a table otherwise, by its name.
+        matrices: the line that reads a late table otherwise, by its name, as a trace showed.
         draws_random: whether the forward draws random numbers.
     """
 
@@ -158,7 +149,7 @@ class Captures:
         self.settle()
         self._graph_count += 1
         if self._graph_count > GRAPHS:
-            raise OneGraphTooMany(changed_between_calls())
+            raise CannotAdopt(changed_between_calls())
         check_model(self._user_step.model)
         rules = update_rules(self._user_step.model, self._user_step.optimizers)
         every = {name for name, (_, _, each, _) in rules.items() if each.requires_grad}
@@ -255,7 +246,11 @@ class Captures:
             if self._refused[shapes] <= self._patience:
                 raise RareShapeError("a batch of a shape that came seldom so far")
             if len(self._shapes) == MOST_GRAPHS:
-                self.too_many_shapes = _more_shapes(self._shapes, shapes)
+                kinds = ", ".join(f"{tuple(shape)}" for shape, _ in shapes)
+                self.too_many_shapes = (
+                    f"batches of more than {MOST_GRAPHS} shapes, others stay eager, as this one of {kinds:.80}; pad "
+                    "tensors to a few lengths, of one dtype each"
+                )
                 raise TooManyShapesError(self.too_many_shapes)
             self._has_waited = True
         self._shapes.append(shapes)
@@ -310,8 +305,7 @@ class Captures:
                 bad = graph.bad_id(tensors)
             if bad:
                 raise BadIdError(bad)
-        call = StepCall(graph, tensors)
-        return self._run(update, call)
+        return self._run(update, graph, tensors)
 
     def _check(
         self, update: CapturedUpdate, graph: StepGraph, tensors: Sequence[Tensor]
@@ -334,26 +328,27 @@ class Captures:
             if is_read and known.has_changed():
                 raise TensorChangedError(f"a mask of shape {tuple(known.mask.shape)}")
 
-    def _run(self, update: CapturedUpdate, call: StepCall) -> list[Any]:
+    def _run(
+        self, update: CapturedUpdate, graph: StepGraph, tensors: Sequence[Tensor]
+    ) -> list[Any]:
         """Makes the step of a graph, and returns the graph's outputs."""
         if self.current is not update:
             # Both memories hold the same tensors, and each counts the steps of its own.
             self.settle()
             update.memory.reload()
-        run = self._prepared(update, call)
-        number = call.graph.number
+        run = self._prepared(update, graph, tensors)
         self.current = update
-        snapshot = self._verification.snapshot(update, number, call)
+        snapshot = self._verification.snapshot(update, graph, tensors)
         if snapshot is not None and self.seen.draws_random:
             # Op by op, the step draws the same random numbers as the eager one.
-            run = call.graph.module
+            run = graph.module
         # .grad is None after a captured step: no gradient of a backward of the user's own stays.
         if any(each.grad is not None for each in update.weights.values()):
             for optimizer in self._user_step.optimizers:
                 optimizer.zero_grad()
         try:
             update.memory.begin()
-            outputs = list(run(*call.tensors))
+            outputs = list(run(*tensors))
         except Exception as error:
             # Weights may be half written, and without copies they are lost.
             if snapshot is None:
@@ -363,20 +358,19 @@ class Captures:
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
         if snapshot is not None:
-            loss = outputs[call.graph.loss]
-            raise StepComparison(update, number, call, snapshot, loss, outputs)
+            raise StepComparison(update, graph, tensors, snapshot, outputs)
         return outputs
 
     def _prepared(
-        self, update: CapturedUpdate, call: StepCall
+        self, update: CapturedUpdate, graph: StepGraph, tensors: Sequence[Tensor]
     ) -> Callable[..., Sequence[Any]]:
-        """Returns the compiled graph of a call.
+        """Returns the compiled graph.
 
         Raises:
             RareShapeError: it was called too seldom so far.
             CannotCaptureError: it cannot be compiled.
         """
-        number = call.graph.number
+        number = graph.number
         if number in update.runs:
             return update.runs[number]
         if len(update.runs) == MOST_GRAPHS:
@@ -392,24 +386,17 @@ class Captures:
         start = time.perf_counter()
         device = update.memory.device
         if device.type == "cuda":
-            graph = call.graph
             update.runs[number] = replayed(
-                graph.module, call.tensors, list(graph.of_batch), graph.outer
+                graph.module, tensors, list(graph.of_batch), graph.outer
             )
         else:
-            update.runs[number] = executors.compile_graph(
-                call.graph.module, list(call.tensors)
-            )
+            update.runs[number] = executors.compile_graph(graph.module, list(tensors))
         seconds = time.perf_counter() - start
         self._verification.begin(update, number, is_first=is_first)
         text = f"... {seconds:.1f} s"
         # No line before it says that it compiles, as for the first one.
         if is_another:
             text = f"compiled one more step in {seconds:.1f} s: rows of other shapes, or another forward"
-            if self._batch.source is not None:
-                text += (
-                    "; Rows(drop_last=True) leaves out an epoch's last, shorter batch"
-                )
         if is_first:
             text = "; ".join(filter(None, (text, update.memory.describe())))
         self.seconds += seconds
@@ -427,12 +414,6 @@ class Captures:
         """Updates rows that no step has read lately."""
         if self.current is not None:
             self.current.lag.settle()
-
-    def settling_seconds(self) -> float:
-        """Returns the seconds of updating all rows for readers, since the capture."""
-        return sum(
-            update.lag.seconds for update in self._updates.values() if update.runs
-        )
 
     @contextmanager
     def _tables_marked(self, *, is_marked: bool) -> Iterator[None]:
@@ -497,12 +478,6 @@ def _step_of(
     ):
         parts.append(part._replace(weight=update.weights[parameter.name]))
 
-    def make(part: StepPart) -> RowTable:
-        assert part.rows is not None
-        return RowTable(
-            part.weight.detach(), part.state, part.rows, part.choice, part.clock, zero
-        )
-
     def run(
         tables: Sequence[RowTable | None], batch: Any, repeats: Any
     ) -> tuple[Tensor, Any]:
@@ -528,7 +503,7 @@ def _step_of(
 
     def step(*batch: Any) -> tuple[Tensor, Any]:
         value, output = trained(
-            forward, batch, parts, count, clip_norm=clip_norm, make=make
+            forward, batch, parts, count, clip_norm=clip_norm, zero=zero
         )
         return value, pytree.tree_map_only(Tensor, Tensor.detach, output)
 
@@ -537,28 +512,9 @@ def _step_of(
 
 def _shapes_of(batch: DrawnStep) -> Shapes:
     return tuple(
-        TensorKind(leaf.shape, leaf.dtype)
+        (leaf.shape, leaf.dtype)
         for leaf in pytree.tree_leaves(batch.tensors)
         if isinstance(leaf, Tensor)
-    )
-
-
-def _more_shapes(captured: Sequence[Shapes], shapes: Shapes) -> str:
-    """Says which tensor of a batch has more shapes than are captured."""
-    last = captured[-1]
-    place = 0
-    while place < min(len(last), len(shapes)) and last[place] == shapes[place]:
-        place += 1
-    if len(last) != len(shapes) or place == len(last):
-        return f"more than {MOST_GRAPHS} kinds of batches: give all the same tensors"
-    if last[place].shape == shapes[place].shape:
-        kinds = f"{shapes[place].dtype} here and {last[place].dtype} in another"
-        return f"more than {MOST_GRAPHS} kinds of batches: tensor {place} is {kinds}; give one dtype"
-    here = tuple(shapes[place].shape)
-    others = ", ".join(str(tuple(each[place].shape)) for each in captured)
-    return (
-        f"batches of more than {MOST_GRAPHS} shapes, others stay eager: tensor {place} is {here} here, {others} in "
-        "captured ones; pad it to a few lengths"
     )
 
 

@@ -9,7 +9,6 @@ Changes: finds what a user changed between two captured steps.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -20,16 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.reads import is_plain, look_up_arguments
-from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.ids.look_ups import path_with_dynamic_ids
 from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.state_copy import random_state
-from torchrec_ext.observe.user_lines import module_line, user_line, with_text
+from torchrec_ext.observe.user_lines import module_line
 
 _WRAPPERS = {
     "DistributedDataParallel": "adopt its .module, and average ranks every few steps (local SGD) in place of DDP",
@@ -353,8 +350,7 @@ class ForwardWatch(TorchFunctionMode):
     Attributes:
         args: the batch.
         calls: number of torch calls.
-        look_ups: rows that look-ups read of each parameter, by its id.
-        matrices: the line that reads a parameter otherwise, by its id.
+        look_ups: rows that look-ups read of each weight, by its id.
         random: whether the forward draws random numbers.
         problem: what stands in the way of a captured step; empty if nothing was seen.
     """
@@ -368,7 +364,6 @@ class ForwardWatch(TorchFunctionMode):
         super().__init__()
         self.args = args
         self.look_ups: dict[int, int] = {}
-        self.matrices: dict[int, str] = {}
         self._repeats = repeats
         self.calls = 0
         self.random = False
@@ -376,7 +371,6 @@ class ForwardWatch(TorchFunctionMode):
         self._parameters = list(model.parameters())
         # Each tensor counts the writes in place, in _version.
         self._watched = [*self._parameters, *tensors_in(args)]
-        self._ids = set(map(id, self._parameters))
         self._device = self._parameters[0].device
 
     def __enter__(self) -> ForwardWatch:
@@ -403,58 +397,16 @@ class ForwardWatch(TorchFunctionMode):
     ) -> Any:
         """Counts one call."""
         self.calls += 1
-        if (
-            getattr(func, "__name__", "") == "backward"
-            or func is torch.autograd.backward
-        ):
-            self.problem = "the loss function calls backward(); return the loss, and leave it to the step"
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._note_reads(func, args, kwargs, result)
-        return result
-
-    def _note_reads(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        leaves = pytree.tree_leaves((args, kwargs))
-        read = {id(leaf) for leaf in leaves if id(leaf) in self._ids}
-        if not read:
-            return
         if func in (F.embedding, F.embedding_bag):
             named = look_up_arguments(func, args, kwargs)
             ids = named["input"]
             weight = id(named["weight"])
-            if is_plain(named) and read == {weight}:
+            if is_plain(named):
                 count = ids.numel() // self._repeats.get(id(ids), 1)
                 self.look_ups[weight] = self.look_ups.get(weight, 0) + count
-                return
-        # Shapes and devices are no reads of values.
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
-            return
-        for each in read:
-            self.matrices.setdefault(each, with_text(user_line()))
-
-
-def check_arguments(clip_norm: float, compile_: Compile, **counts: int) -> None:
-    """Checks the arguments of adopt() that are no objects of torch.
-
-    Args:
-        clip_norm: limit of the gradients' norm.
-        compile_: when a step is captured.
-        counts: numbers of steps, by the name of their argument.
-
-    Raises:
-        CannotAdopt: naming the argument.
-    """
-    if not (
-        isinstance(clip_norm, int | float)
-        and math.isfinite(clip_norm)
-        and clip_norm >= 0
-    ):
-        raise CannotAdopt(f"clip_norm={clip_norm!r}: must be a number of 0 or more")
-    if compile_ not in ("auto", "off", "require"):
-        raise CannotAdopt(f"compile={compile_!r}: must be 'auto', 'off' or 'require'")
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 0:
-            raise CannotAdopt(f"{name}={count!r}: must be a number of steps, 0 or more")
+        return result
 
 
 def loss_and_output(result: Any) -> tuple[Tensor, Any]:

@@ -59,29 +59,13 @@ class OtherMemory(CannotCaptureError):  # noqa: N818 - no error: the step is tra
         self.matrices = dict(matrices or {})
 
 
-class OneGraphTooMany(CannotAdopt):
-    """A call would need one more graph than are kept."""
-
-
 def changed_between_calls() -> str:
     """Names the change since Dynamo's last graph that made it trace anew."""
     from torch._dynamo.utils import guard_failures
 
-    line = UNKNOWN
-    what = "a value"
     reasons = list(itertools.chain.from_iterable(guard_failures.values()))
-    if reasons:
-        line = _users_line(reasons[-1])
-        guard = first_line(ValueError(reasons[-1])).partition(": ")[2]
-        # The last name before a comparison: a key, an attribute or a string, of which
-        # one group is not empty.
-        names = re.findall(
-            r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )",
-            guard.partition("#")[0],
-        )
-        if names:
-            what = f"'{''.join(names[-1])}'"
-    return f"{line}: {what} changes from step to step; give it to the step as a tensor"
+    line = _users_line(reasons[-1]) if reasons else UNKNOWN
+    return f"{line}: a value changes from step to step; give it to the step as a tensor"
 
 
 _VALUES = (
@@ -102,10 +86,6 @@ def untraceable(error: BaseException) -> CannotAdopt:
     text = str(error)
     line = _users_line(text)
     what = first_line(error)
-    if "grad_scaler" in text.lower() or "gradscaler" in text.lower():
-        return CannotAdopt(
-            f"{line}: the loss is scaled by a GradScaler; return the loss itself, and give autocast= with bfloat16"
-        )
     missing = re.search(r"ModuleNotFoundError: No module named '([^']*)'", text)
     if missing:
         return CannotAdopt(
@@ -114,15 +94,6 @@ def untraceable(error: BaseException) -> CannotAdopt:
         )
     if any(word in text.lower() for word in _VALUES):
         return CannotAdopt(values_needed(line))
-    if "sparse tensor" in text.lower():
-        return CannotAdopt(
-            f"{line} reads a sparse matrix; take F.embedding_bag(columns, dense, row_ptr, mode='sum', "
-            "per_sample_weights=values)"
-        )
-    if "_LegacyVariableBase" in text:
-        return CannotAdopt(
-            f"{line} calls Variable(x), not taken by torch.compile; x.detach() is the same"
-        )
     skipped = SKIPPED.search(text) or _BUILTIN.search(text)
     raised = _RAISED.search(text)
     if skipped:
@@ -291,15 +262,8 @@ class StepGraph:
         # A parameter of the model that no optimizer moves needs no gradient here.
         if not any(tensor is parameter for parameter in model.parameters()):
             line = _line_of(next(iter(self._placeholders[index].users)))
-            name = _attribute(model, tensor)
-            if name:
-                raise CannotAdopt(
-                    f"{line} reads '{name}', which requires a gradient, but no optimizer moves it; make it an "
-                    "nn.Parameter or a buffer"
-                )
             raise CannotAdopt(
-                f"{line} reads a tensor that requires a gradient and is not the model's; "
-                "adopt(nn.ModuleList([model, other]), ...)"
+                f"{line} reads a tensor that requires a gradient and is not the model's; make it the model's parameter"
             )
 
     def _refuse_constants(self) -> None:
@@ -349,11 +313,11 @@ class StepGraph:
         matrices = {}
         for name in late:
             for node in self._placeholders[self.parameters[name]].users:
-                # the_ids() names the table; a user's own line is innermost in what he calls himself.
+                # the_ids() names the table; the step itself reads it outside of the user's lines.
                 if node.target is not the_ids and node in self._forward:
-                    frames = re.findall(r'File "([^"]+)"', node.stack_trace or "")
-                    if frames and is_users_file(frames[-1]):
-                        matrices[name] = _line_of(node)
+                    line = _line_of(node)
+                    if line != UNKNOWN:
+                        matrices[name] = line
         return matrices
 
     def _place_of_loss(self) -> int:
@@ -424,15 +388,6 @@ class StepGraph:
                 if bad := bad_id(ids, *known):
                     return bad
         return ""
-
-
-def _attribute(model: nn.Module, tensor: Tensor) -> str:
-    """Returns the path of an attribute of the model's modules that is a tensor; empty if none is."""
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if value is tensor:
-                return f"{path}.{name}".lstrip(".")
-    return ""
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -12,8 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +22,6 @@ from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.user_lines import user_line, with_text
 
 _LIVE: weakref.WeakSet[Lag] = weakref.WeakSet()
-
-
-class Reader(NamedTuple):
-    """Who has all rows updated, and what to do if that costs too much."""
-
-    name: str
-    remedy: str = "read them every 100 steps"
-
-
-# Reads in place of a line of the user's.
-READER: ContextVar[Reader | None] = ContextVar("reader", default=None)
 
 
 class Lag:
@@ -60,7 +48,7 @@ class Lag:
         self.seconds = 0.0
         self.count = 0
         self._last_look = 0.0
-        self._reader = Reader("")
+        self._reader = ""
         self._memory = memory
         self._lock = threading.RLock()
         self._names = {id(parameter): name for name, parameter in tables.items()}
@@ -112,7 +100,7 @@ class Lag:
         with self._lock:
             if not self.active:
                 return
-            self._reader = READER.get() or Reader(with_text(user_line()))
+            self._reader = with_text(user_line())
             self._update()
             self.release()
 
@@ -122,13 +110,11 @@ class Lag:
         self._last_look = self.seconds
         return self.seconds - before
 
-    def cause(self) -> Reader:
+    def cause(self) -> str:
         """Names who has had all rows updated: a second holder of a table's memory, or a line of the user's."""
         name = self.holder()
         if name:
-            return Reader(
-                f"the memory of '{name}' is held by a kept .data, state_dict or numpy array"
-            )
+            return f"the memory of '{name}' is held by a kept .data, state_dict or numpy array"
         return self._reader
 
     def release(self) -> None:

@@ -13,19 +13,20 @@ training lasts, see :class:`Verification`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchrec_ext.adopt.captures import Captures, Seen, TooManyShapesError
-from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
+from torchrec_ext.adopt.checks import Changes, ForwardWatch
 from torchrec_ext.adopt.errors import (
     BadIdError,
     CannotAdopt,
@@ -33,8 +34,8 @@ from torchrec_ext.adopt.errors import (
     HalfStepError,
     TensorChangedError,
 )
-from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
-from torchrec_ext.adopt.lag import READER, Reader, catch_up
+from torchrec_ext.adopt.graph import LossFunction
+from torchrec_ext.adopt.lag import catch_up
 from torchrec_ext.adopt.rows.rows import Rows, RowsOnDevice
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
@@ -47,17 +48,13 @@ from torchrec_ext.capture.policy import (
     two_digits,
 )
 from torchrec_ext.drawn import DrawnStep
-from torchrec_ext.observe.user_lines import first_line, module_line
+from torchrec_ext.observe.user_lines import first_line
 
 # Seconds that a capture takes: so much, and so much more for each torch call of the
 # forward. Most of it is inductor's. Those of a GPU are not measured.
 CAPTURE_S = {"cpu": 8.0, "cuda": 10.0}
 CAPTURE_S_PER_CALL = {"cpu": 0.4, "cuda": 0.2}
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
-_ANOMALY = (
-    "torch.autograd.set_detect_anomaly is on, in which eager steps take several times as long; captured steps do not "
-    "look for NaN in gradients, and stop at a loss that is not finite"
-)
 _PACE = 64  # steps after which the time for readers of whole tables, and of the step, is looked at again
 
 
@@ -66,11 +63,9 @@ def adopt(
     optimizer: Optimizer | Sequence[Optimizer],
     loss: LossFunction,
     *,
-    rows: Rows | None = None,
     clip_norm: float = 0.0,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     compile: Compile = "auto",  # noqa: A002
-    verify: int = 3,
 ) -> AdoptedStep:
     """Returns a step that trains ``model`` like the user's own loop, captured if it pays.
 
@@ -78,12 +73,10 @@ def adopt(
         model: the user's module; it, its state_dict, the optimizer's state and schedulers stay the user's.
         optimizer: optimizers of the model's parameters: Adam, AdamW, Adagrad or SGD.
         loss: takes a batch and returns the loss, (), or a tuple of the loss and a tree of tensors.
-        rows: the :class:`Rows` whose batches :meth:`AdoptedStep.epoch` trains on, made inside the step.
         clip_norm: limit of the gradients' norm, as of ``torch.nn.utils.clip_grad_norm_``; 0 for none.
         autocast: makes the context of the forward, such as ``lambda: torch.autocast("cpu", torch.bfloat16)``.
         compile: ``auto`` captures once eager steps have taken as long as a capture does, and says why where it cannot;
             ``require`` captures the third step, or raises; ``off`` leaves all steps eager.
-        verify: number of captured steps that are compared with the eager ones on the same batch and weights.
 
     Raises:
         CannotAdopt: an argument is not what it must be; with ``compile="require"``, also whatever cannot be captured.
@@ -96,50 +89,23 @@ def adopt(
         >>> step.describe()
         'eager so far (1 step)'
     """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not isinstance(model, nn.Module):
-        raise CannotAdopt(
-            f"model is a {type(model).__name__}; give an nn.Module, several in an nn.ModuleList"
-        )
-    optimizers: list[Any] = [optimizer]
-    if isinstance(optimizer, Iterable) and not isinstance(optimizer, type):
-        optimizers = list(optimizer)
+        raise CannotAdopt(f"model is a {type(model).__name__}: must be an nn.Module")
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise CannotAdopt(
-                f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer or several"
+                f"optimizer is a {type(each).__name__}: must be a torch.optim.Optimizer"
             )
     if not optimizers:
-        raise CannotAdopt(
-            "there is no optimizer; give a torch.optim.Optimizer or several"
-        )
-    if not callable(loss):
-        raise CannotAdopt(
-            f"loss is a {type(loss).__name__}; give a function from a batch to the loss"
-        )
-    if rows is not None and not isinstance(rows, Rows):
-        raise CannotAdopt(
-            f"rows is a {type(rows).__name__}; give Rows of your columns, or none, and call the step with batches"
-        )
-    if isinstance(autocast, AbstractContextManager) or not callable(autocast):
-        raise CannotAdopt(
-            f"autocast is a {type(autocast).__name__}, and each step needs a context of its own; give "
-            "lambda: torch.autocast('cpu', torch.bfloat16)"
-        )
-    check_arguments(clip_norm, compile, verify=verify)
-    for name, module in model.named_modules():
-        if (
-            clip_norm
-            and isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            and module.sparse
-        ):
-            path = f"{name}.weight".lstrip(".")
-            raise CannotAdopt(
-                f"clip_norm={clip_norm:g}: the gradient of {module_line(model, path)} is sparse, and "
-                "torch.nn.utils.clip_grad_norm_ limits dense ones alone; make the table with sparse=False"
-            )
+        raise CannotAdopt("optimizer=[]: give a torch.optim.Optimizer or several")
+    if not (math.isfinite(clip_norm) and clip_norm >= 0):
+        raise CannotAdopt(f"clip_norm={clip_norm!r}: must be a number of 0 or more")
+    if compile not in get_args(Compile):
+        raise CannotAdopt(f"compile={compile!r}: must be 'auto', 'off' or 'require'")
     user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm))
 
-    return AdoptedStep(user_step, rows=rows, compile_=compile, verify=verify)
+    return AdoptedStep(user_step, compile_=compile)
 
 
 class AdoptedStep:
@@ -157,9 +123,7 @@ class AdoptedStep:
         self,
         user_step: UserStep,
         *,
-        rows: Rows | None,
         compile_: Compile,
-        verify: int,
     ) -> None:
         self._user_step = user_step
         self.optimizers = tuple(user_step.optimizers)
@@ -167,12 +131,10 @@ class AdoptedStep:
         self._policy = CapturePolicy(compile_, user_step.say)
         if compile_ == "off":
             self._policy.reason = "compile='off'"
-        self._verify = verify
         self._restarts = 0
         self._broken = ""
         # Another step over the same model may have left rows behind.
         catch_up(list(user_step.model.parameters()))
-        self._rows = rows
         self._resident: RowsOnDevice | None = None
         self._begin()
         if not self._policy.reason:
@@ -203,13 +165,12 @@ class AdoptedStep:
 
     def _begin(self) -> None:
         self._policy.restart()
-        self._verification = Verification(self._user_step, self._policy, self._verify)
+        self._verification = Verification(self._user_step, self._policy)
         self._captures = Captures(
             self._user_step, self._verification, self._policy.patience
         )
         self._watch = StepWatch(self._user_step, self._captures, self._policy)
         self._is_capturing = False
-        self._too_many = 0
 
     def _check(self) -> None:
         try:
@@ -228,19 +189,15 @@ class AdoptedStep:
         """
         return self._train(DrawnStep(batch, None, lambda: batch))
 
-    def epoch(self, rows: Rows | None = None) -> Iterator[Tensor]:
+    def epoch(self, rows: Rows) -> Iterator[Tensor]:
         """Trains on the batches of an epoch, which a captured step makes inside, and yields their losses, ().
 
-        Args:
-            rows: the :class:`Rows`; by default those of :func:`adopt`.
-
         Raises:
-            CannotAdopt: there are none; otherwise see :meth:`__call__`.
+            CannotAdopt: ``rows`` is something else; otherwise see :meth:`__call__`.
         """
-        rows = self._rows if rows is None else rows
-        if rows is None:
+        if not isinstance(rows, Rows):
             raise CannotAdopt(
-                "epoch() has no rows; give adopt(..., rows=Rows(columns, batch_size))"
+                f"epoch() takes Rows, not a {type(rows).__name__}; call the step with other batches"
             )
         if self._resident is None or self._resident.rows is not rows:
             self._resident = RowsOnDevice(rows, self._user_step.device)
@@ -251,16 +208,11 @@ class AdoptedStep:
     def _train(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         if self._broken:
             raise RuntimeError(self._broken)
-        self._user_step.begin_step()
+        self._user_step.number += 1
         result = self._any_step(batch)
         self._user_step.drop_gradients()
         for call in self.after_step:
-            name = getattr(getattr(call, "__self__", None), "reader", None)
-            token = READER.set(None if name is None else Reader(*name))
-            try:
-                call()
-            finally:
-                READER.reset(token)
+            call()
         return result
 
     def _any_step(self, batch: DrawnStep) -> tuple[Tensor, Any]:
@@ -269,7 +221,7 @@ class AdoptedStep:
             not self._policy.reason
             and not self._is_capturing
             and len(self._policy.eager_seconds) >= 2
-            and self.capture_is_due
+            and self._watch.is_over
         ):
             self._begin_capture()
         if self._policy.reason:
@@ -311,19 +263,10 @@ class AdoptedStep:
             )
         )
 
-    def figures(self) -> dict[str, float]:
-        """Returns ``eager_s`` and ``captured_s``, medians of a step, and ``capture_s``, of all captures, in seconds.
-
-        Unknown ones are left out. ``captured_s`` includes the updates of all rows for readers of a table.
-        """
-        return self._watch.figures()
-
     @property
-    def capture_is_due(self) -> bool:
-        """Whether eager steps have taken as long as a capture does."""
-        return (
-            not self._policy.reason and not self._is_capturing and self._watch.is_over
-        )
+    def capture_s(self) -> float:
+        """Seconds that all captures have taken."""
+        return self._captures.seconds
 
     def _begin_capture(self) -> None:
         """Begins to make captured steps, or leaves all steps eager if there are none."""
@@ -331,8 +274,6 @@ class AdoptedStep:
             _, progress = engine_for(self._user_step.device)
             self._changes = Changes(self.optimizers)
             self._user_step.say(f"{progress} ...")
-            if torch.is_anomaly_enabled():
-                self._policy.note(_ANOMALY)
             self._captures.seen = self._watch.seen
             self._is_capturing = True
         except CannotCaptureError as error:
@@ -377,7 +318,6 @@ class AdoptedStep:
         self, loss: Tensor, output: Any, start: float
     ) -> tuple[Tensor, Any]:
         self._captures.end_step()
-        self._too_many = 0
         self._user_step.look(loss, has_updated=True)
         self._watch.end_step(start)
         if self._watch.problem:
@@ -438,9 +378,7 @@ class AdoptedStep:
                 raise own
         # Before the first capture an error is of the step, and later of one kind of
         # batch.
-        self._too_many += isinstance(error, OneGraphTooMany)
-        has_ended = isinstance(error, EndOfCaptureError) or self._too_many > GRAPHS
-        if has_ended or (
+        if isinstance(error, EndOfCaptureError) or (
             not is_rare
             and (self._captures.is_empty or self._policy.compile == "require")
         ):
@@ -503,7 +441,6 @@ class StepWatch:
         self.seen = Seen()
         self.problem = ""
         self._last_look = 0  # number of the step at which readers were looked at
-        self._named: set[str] = set()  # readers, each of which is named once
 
     @property
     def is_over(self) -> bool:
@@ -553,24 +490,9 @@ class StepWatch:
         # The watch takes time, so this step is not timed.
         seconds.append(seconds[-1])
         self._capture_s = _capture_seconds(self._user_step.device, watch.calls)
-        self.seen = self._seen(watch)
+        self.seen = Seen(watch.look_ups, draws_random=watch.random)
         self.problem = watch.problem
         return result
-
-    def _seen(self, watch: ForwardWatch) -> Seen:
-        model = self._user_step.model
-        tables = {
-            id(module.weight)
-            for module in model.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        }
-        matrices = {
-            name: watch.matrices[id(parameter)]
-            for name, parameter in model.named_parameters()
-            if id(parameter) in watch.matrices
-            and (id(parameter) in tables or id(parameter) in watch.look_ups)
-        }
-        return Seen(watch.look_ups, matrices, watch.random)
 
     def now(self) -> float:
         """Returns the time in seconds; once the times are reported, no step waits for a GPU to be timed."""
@@ -586,7 +508,10 @@ class StepWatch:
             policy.captured_seconds.append(seconds)
             if policy.can_compare:
                 self._report()
-        elif self._user_step.number - self._last_look >= _PACE:
+        elif (
+            policy.compile == "auto"
+            and self._user_step.number - self._last_look >= _PACE
+        ):
             self._check_readers()
 
     def _report(self) -> None:
@@ -618,31 +543,10 @@ class StepWatch:
         step_s = policy.captured_s + current.lag.since_last_look() / steps
         if step_s == policy.captured_s or step_s < policy.eager_s:
             return
-        reader = current.lag.cause()
-        text = (
-            f"{reader.name}: all rows are updated after each step for it, {milliseconds(step_s)} a step with them, "
-            f"eager {1e3 * policy.eager_s:.3g} ms; {reader.remedy}"
+        self.problem = (
+            f"{current.lag.cause()}: all rows are updated after each step for it, {milliseconds(step_s)} a step with "
+            f"them, eager {1e3 * policy.eager_s:.3g} ms; read them every 100 steps"
         )
-        if policy.compile == "auto":
-            self.problem = text
-        elif reader.name not in self._named:
-            self._named.add(reader.name)
-            policy.note(text)
-
-    def figures(self) -> dict[str, float]:
-        """Returns the seconds of :meth:`AdoptedStep.figures`."""
-        policy = self._policy
-        captures = self._captures
-        figures = {}
-        if captures.seconds:
-            figures["capture_s"] = captures.seconds
-        if policy.eager_seconds:
-            figures["eager_s"] = policy.eager_s
-        if policy.captured_seconds:
-            steps = max(self._user_step.number - policy.since, 1)
-            settling_s = captures.settling_seconds() / steps
-            figures["captured_s"] = policy.captured_s + settling_s
-        return figures
 
 
 def _capture_seconds(device: torch.device, calls: int = 0) -> float:

@@ -5,7 +5,7 @@ Each module is exchanged in its place: the user's forward runs as it is and call
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.distributed.tables import GivenRows
 from torchrec_ext.observe.user_lines import user_line
-from torchrec_ext.schema.validation import did_you_mean, listed
+from torchrec_ext.schema.validation import listed
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
@@ -112,13 +112,9 @@ class ShardableTable(nn.Module):
         if self._is_bag and (
             ids.dim() != 2 or offsets is not None or weights is not None
         ):
-            what = "per_sample_weights"
-            remedy = "weigh the rows of an nn.Embedding in forward"
-            if weights is None:
-                what = "offsets"
-                remedy = "give ids as (B, L)"
             raise CannotAdopt(
-                f"{user_line()}: table '{self._name}' is looked up with {what}: {remedy}"
+                f"{user_line()}: table '{self._name}' is looked up with offsets or per_sample_weights: give ids as "
+                "(B, L), and weigh the rows of an nn.Embedding in forward"
             )
         # Refuse an id outside of the table, as nn.Embedding does; TorchRec's kernels read row 0 in its place.
         if ids.is_cuda:
@@ -177,43 +173,36 @@ def adopt_tables(model: nn.Module, *, without: Collection[str] = ()) -> nn.Modul
     }
     for path in without:
         if path not in modules:
-            there = f"there are {listed(sorted(modules))}"
             raise ValueError(
-                f"adopt_tables(without={path!r}): no such table; {did_you_mean(path, modules, there)}"
+                f"adopt_tables(without={path!r}): no such table; there are {listed(sorted(modules))}"
             )
         del modules[path]
     if not modules:
-        beside = f" beside those of without={listed(without)}" if without else ""
         raise CannotAdopt(
-            f"{type(model).__name__} has no nn.Embedding and no nn.EmbeddingBag{beside}: there is no table to move"
+            f"{type(model).__name__} has no nn.Embedding and no nn.EmbeddingBag to move"
         )
+    exchanged: dict[nn.Module, ShardableTable] = {}
+    owners: dict[int, nn.Module] = {}
     for path, table in modules.items():
         _refuse_table(path, table)
-    names = _names(modules)
-    exchanged: dict[int, tuple[ShardableTable, str]] = {}
-    for path, table in modules.items():
-        pooling = getattr(table, "mode", "")
-        key = id(table.weight)
-        if key not in exchanged:
-            padding = table.padding_idx
-            made = ShardableTable(names[key], table.weight, pooling, padding)
-            exchanged[key] = made.train(table.training), pooling
-        if exchanged[key][0].padding != table.padding_idx:
+        if owners.setdefault(id(table.weight), table) is not table:
             raise CannotAdopt(
-                f"table '{path}' shares its weight with one of another padding_idx: give both the same"
-            )
-        # A collection pools all look-ups of a table alike.
-        if exchanged[key][1] != pooling:
-            raise CannotAdopt(
-                f"table '{path}' shares its weight with one that is pooled otherwise: look both up by one "
-                "nn.Embedding, and pool its rows in forward"
+                f"table '{path}' shares its weight with another: look both up by one module"
             )
     for path, table in modules.items():
-        parent, _, name = path.rpartition(".")
-        found, _ = exchanged[id(table.weight)]
+        if table not in exchanged:
+            name = path.replace(".", "_") or "table"
+            # "a.b" and "a_b" would be one name, and some are methods of ModuleDict.
+            names = [each._name for each in exchanged.values()]
+            while name in names or hasattr(nn.ModuleDict, name):
+                name += "_table"
+            pooling = getattr(table, "mode", "")
+            made = ShardableTable(name, table.weight, pooling, table.padding_idx)
+            exchanged[table] = made.train(table.training)
         if not path:
-            return found
-        setattr(model.get_submodule(parent), name, found)
+            return exchanged[table]
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, exchanged[table])
     return model
 
 
@@ -265,15 +254,3 @@ def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
             raise CannotAdopt(
                 f"table '{path}' has {what}, which TorchRec's collections do not have: {remedy}"
             )
-
-
-def _names(modules: Mapping[str, Any]) -> dict[int, str]:
-    """Returns a name for each weight, by its id: the path of its first module, which TorchRec's ModuleDict can hold."""
-    names: dict[int, str] = {}
-    for path, module in modules.items():
-        name = path.replace(".", "_") or "table"
-        # "a.b" and "a_b" would be one name, and some are methods of ModuleDict.
-        while name in names.values() or hasattr(nn.ModuleDict, name):
-            name += "_table"
-        names.setdefault(id(module.weight), name)
-    return names

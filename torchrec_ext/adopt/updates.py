@@ -1,7 +1,4 @@
-"""CapturedUpdate: the captured steps that update the same parameters in the same way, and their memory.
-
-StepCall: one call of a graph.
-"""
+"""CapturedUpdate: the captured steps that update the same parameters in the same way, and their memory."""
 
 from __future__ import annotations
 
@@ -11,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torchrec_ext.adopt.checks import STATES, Rules, StateTensor
-from torchrec_ext.adopt.graph import StepGraph
 from torchrec_ext.adopt.lag import Lag
 from torchrec_ext.adopt.reads import ConstantMask
 from torchrec_ext.adopt.user_step import UserStep
@@ -33,27 +29,6 @@ class GroupSettings:
 
     def __getitem__(self, name: str) -> Any:
         return self._optimizer.param_groups[self._index][name]
-
-
-@dataclass(eq=False)
-class StepCall:
-    """One call of a graph.
-
-    Args:
-        graph: the graph.
-        tensors: what Dynamo found for its inputs.
-    """
-
-    graph: StepGraph
-    tensors: Sequence[Tensor]
-
-    def outer(self) -> list[Tensor]:
-        """Returns what the step may write besides the memory, such as buffers."""
-        return [self.tensors[index].detach() for index in self.graph.outer]
-
-    def op_by_op(self) -> list[Any]:
-        """Makes the step op by op, with the random numbers that eager steps draw."""
-        return list(self.graph.module(*self.tensors))
 
 
 @dataclass(eq=False)

@@ -74,15 +74,15 @@ class UserStep:
         self._pending: tuple[int, HostCopy] | None = None
         self._looked = time.perf_counter()
 
-    def begin_step(self) -> None:
-        """Counts a step, which may make its forward more than once."""
-        self.number += 1
-
     def check(self) -> None:
         """Raises CannotCaptureError if the step has no captured form, as far as that is known before a step."""
         check_model(self.model)
         update_rules(self.model, self.optimizers)
         engine_for(self.device)
+        if torch.is_anomaly_enabled():
+            raise CannotAdopt(
+                "torch.autograd.set_detect_anomaly is on, which has no captured form; switch it off"
+            )
         if self.autocast_dtype() == torch.float16:
             raise CannotAdopt(
                 "autocast computes in float16, whose gradients need a GradScaler; take torch.bfloat16, which needs none"
@@ -97,10 +97,6 @@ class UserStep:
             optimizer.zero_grad()
         with watch or nullcontext(), self.autocast():
             loss, output = loss_and_output(self.loss(*batch.batch()))
-        if not loss.requires_grad:
-            raise CannotAdopt(
-                "the loss does not depend on a parameter that requires a gradient; return the loss itself"
-            )
         # Before the backward, so that no weight is written after a loss that is not
         # finite.
         self.look(loss, has_updated=False)

@@ -6,7 +6,7 @@ step_difference(): names what differs by more than rounding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.adopt.checks import STATES, update_rules
-from torchrec_ext.adopt.updates import CapturedUpdate, StepCall
+from torchrec_ext.adopt.graph import StepGraph
+from torchrec_ext.adopt.updates import CapturedUpdate
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import CapturePolicy
@@ -23,6 +24,7 @@ from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 
+FIRST = 3  # captured steps that are compared after the first capture; 0 for no comparison at all
 # Share of the time since the capture that goes to comparing later steps, and as much to those that follow a reader:
 # whoever evaluates or saves may have changed what no guard sees. By time, because a comparison copies all weights.
 _CHECKED = 0.01
@@ -34,13 +36,11 @@ class Verification:
     Args:
         user_step: the eager step.
         policy: receives the times of eager steps if no others are known.
-        steps: number of captured steps to compare after the first capture.
     """
 
-    def __init__(self, user_step: UserStep, policy: CapturePolicy, steps: int) -> None:
+    def __init__(self, user_step: UserStep, policy: CapturePolicy) -> None:
         self._user_step = user_step
         self._policy = policy
-        self._steps = steps
         self._began = time.perf_counter()
         self._updates = 0  # of all rows, for readers, as of the last step
         self._is_after_read = False
@@ -49,20 +49,22 @@ class Verification:
 
     def begin(self, update: CapturedUpdate, key: Any, *, is_first: bool) -> None:
         """Plans the comparisons that follow the capture of a graph."""
-        update.unverified[key] = self._steps if is_first else min(self._steps, 1)
+        update.unverified[key] = FIRST if is_first else min(FIRST, 1)
         self._began = time.perf_counter()
 
     def snapshot(
-        self, update: CapturedUpdate, key: Any, call: StepCall
+        self, update: CapturedUpdate, graph: StepGraph, tensors: Sequence[Tensor]
     ) -> Snapshot | None:
         """Returns copies to take the next captured step back, or None if it is not compared."""
         self._is_after_read = update.lag.count != self._updates
         self._updates = update.lag.count
         due_s = _CHECKED * (time.perf_counter() - self._began)
-        is_due = self._steps and self._seconds[self._is_after_read] < due_s
-        if not (update.unverified[key] or is_due):
+        is_due = FIRST and self._seconds[self._is_after_read] < due_s
+        if not (update.unverified[graph.number] or is_due):
             return None
-        return Snapshot(update.memory, call.outer())
+        # What the step may write besides the memory, such as buffers.
+        outer = [tensors[index].detach() for index in graph.outer]
+        return Snapshot(update.memory, outer)
 
     def compare(
         self, captured: StepComparison, batch: DrawnStep
@@ -91,7 +93,8 @@ class Verification:
         # Nothing but the two slow first steps was eager before.
         if self._policy.compile == "require":
             self._policy.eager_seconds.append(user_step.now() - start)
-        results = (captured.loss, captured.outputs), eager
+        loss = captured.outputs[captured.graph.loss]
+        results = (loss, captured.outputs), eager
         # In 16 bits each op rounds, and a compiled kernel rounds less often.
         factor = 1.0 if user_step.autocast_dtype() is None else 300.0
         far = step_difference(memory, outer, before, after, *results, factor)
@@ -106,30 +109,56 @@ class Verification:
         ).items():
             if name not in names and parameter.grad is not None:
                 far = far or f"'{name}', which has a gradient now and had none before"
-        if not far and update.unverified[captured.key]:
-            update.unverified[captured.key] -= 1
+        if not far and update.unverified[captured.graph.number]:
+            update.unverified[captured.graph.number] -= 1
         elif not far:
             self._seconds[self._is_after_read] += time.perf_counter() - began
         return eager, far
 
+    @torch.no_grad()
     def _response_to_rounding(
         self, captured: StepComparison, before: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """Returns how far rounding moves the gradients of the captured step, by running its ops one by one."""
-        update = captured.update
-        memory = update.memory
-        random = random_state(memory.device)
+        """Returns how far rounding of the weights moves the gradient of each parameter, and of ``loss`` the loss.
 
-        def step() -> Tensor:
-            captured.snapshot.restore_random()
-            memory.begin()
-            outputs = captured.call.op_by_op()
-            return outputs[captured.call.graph.loss]  # type: ignore[no-any-return]
-
+        The ops of the captured step run one by one.
+        """
+        memory = captured.update.memory
+        outer = captured.snapshot.outer
+        device = memory.device
+        now = contents(memory, outer)
+        random = random_state(device)
+        draw = torch.Generator(device).manual_seed(0)
+        first: dict[str, Tensor] = {}
+        noise: dict[str, float] = {}
         try:
-            return response_to_rounding(memory, captured.snapshot.outer, before, step)
+            for run in range(1 + _SHIFTS):
+                write_back(memory, outer, before)
+                for parameter in memory.parameters if run else ():
+                    # By the last bit of a float32, up or down or not at all.
+                    shift = torch.randint(
+                        -1, 2, parameter.weight.shape, generator=draw, device=device
+                    )
+                    parameter.weight.mul_(1 + 2.0**-23 * shift)
+                begun = contents(memory, outer)
+                captured.snapshot.restore_random()
+                memory.begin()
+                graph = captured.graph
+                loss = graph.module(*captured.tensors)[graph.loss]
+                memory.settle()
+                after = _written(memory, outer)
+                found = {"loss": loss}
+                for each in memory.parameters:
+                    found[each.name] = _pull(each, begun, after)
+                first = first or found
+                for name, value in found.items():
+                    far = _most(value - first[name])
+                    noise[name] = max(noise.get(name, 0.0), far)
         finally:
-            set_random_state(memory.device, random)
+            memory.settle()
+            write_back(memory, outer, now)
+            set_random_state(device, random)
+        return noise
 
 
 @dataclass(eq=False)
@@ -138,18 +167,16 @@ class StepComparison(Exception):  # noqa: N818 - no error: it ends a call of Dyn
 
     Args:
         update: the captured steps.
-        key: key of the graph.
-        call: the call.
+        graph: the graph.
+        tensors: its inputs.
         snapshot: takes the step back.
-        loss: loss of the captured step, ().
         outputs: outputs of the graph.
     """
 
     update: CapturedUpdate
-    key: Any
-    call: StepCall
+    graph: StepGraph
+    tensors: Sequence[Tensor]
     snapshot: Snapshot
-    loss: Tensor
     outputs: Sequence[Any]
 
 
@@ -295,60 +322,6 @@ def _alike(tensor: Tensor, other: Tensor, near: float) -> bool:
         return True
     # Not the opposite comparison, by which NaN would be a difference.
     return not _most(tensor - other) > near * max(_most(tensor.float()), 1e-3)
-
-
-@torch.no_grad()
-def response_to_rounding(
-    memory: StepMemory,
-    outer: Sequence[Tensor],
-    before: Mapping[str, Tensor],
-    step: Callable[[], Tensor],
-) -> dict[str, float]:
-    """Returns how far a step's gradients move if weights change by rounding, by parameter, and of ``loss`` the loss.
-
-    Args:
-        memory: the step's memory.
-        outer: see :func:`contents`.
-        before: what the memory held before the step.
-        step: makes the step op by op on the memory, and returns its loss.
-    """
-    now = contents(memory, outer)
-    draw = torch.Generator(memory.device).manual_seed(0)
-    losses = []
-    first: dict[str, Tensor] = {}
-    noise: dict[str, float] = {}
-    try:
-        for run in range(1 + _SHIFTS):
-            write_back(memory, outer, before)
-            begun = dict(before)
-            if run:
-                for parameter in memory.parameters:
-                    # By the last bit of a float32, up or down or not at all.
-                    shift = torch.randint(
-                        -1,
-                        2,
-                        parameter.weight.shape,
-                        generator=draw,
-                        device=memory.device,
-                    )
-                    parameter.weight.mul_(1 + 2.0**-23 * shift)
-                    begun[parameter.name] = parameter.weight.clone()
-            losses.append(float(step()))
-            memory.settle()
-            after = _written(memory, outer)
-            for each in memory.parameters:
-                pull = _pull(each, begun, after)
-                if run:
-                    noise[each.name] = max(
-                        noise.get(each.name, 0.0), _most(pull - first[each.name])
-                    )
-                else:
-                    first[each.name] = pull.clone()
-    finally:
-        memory.settle()
-        write_back(memory, outer, now)
-    loss_noise = max(abs(loss - losses[0]) for loss in losses)
-    return {"loss": loss_noise, **noise}
 
 
 def _pull(

@@ -40,7 +40,6 @@ class StepInputs:
     Args:
         key: identifies the captured step: the shapes of the tensors, and everything else that a capture fixes.
         size: the key without the lengths of lists: equal for two batches if one only has longer lists.
-        rows: number of rows of the batch.
         tensors: tensors of the batch, which change from step to step.
         make: builds the batch from the resident tensors and from the batch's tensors or their stand-ins.
         resident: tensors with fixed addresses.
@@ -48,7 +47,6 @@ class StepInputs:
 
     key: Hashable
     size: Hashable
-    rows: int
     tensors: Sequence[Tensor]
     make: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
     resident: Sequence[Tensor] = ()
@@ -150,17 +148,14 @@ class CapturedStep:
             return StepInputs(
                 key,
                 key,
-                len(item.tensors[0]),
                 item.tensors,
                 item.source.assemble,
                 item.source.tensors,
             )
         layout, tensors = self._packer.pack(item)
-        rows = int(dict(layout.fields)["labels"][0][0])
         return StepInputs(
             layout,
             layout.sizes,
-            rows,
             tensors,
             lambda _, parts: layout.batch(list(parts)),
         )
@@ -210,8 +205,10 @@ class CapturedStep:
             self._refused[key] += 1
             raise RareShapeError("a batch of a shape that came seldom so far")
         try:
-            if not outgrown:
-                self._check_number(step_inputs)
+            if not outgrown and len(self._calls) == MOST_GRAPHS:
+                raise CannotCaptureError(
+                    f"batches of more than {MOST_GRAPHS} shapes; give them one batch_size and one form"
+                )
             call = self._capture(step_inputs, inputs)
         except CannotCaptureError as error:
             self._failed[key] = str(error)
@@ -228,14 +225,6 @@ class CapturedStep:
         self._calls[key] = call
         self.captures += 1
         return call
-
-    def _check_number(self, step_inputs: StepInputs) -> None:
-        if len(self._calls) == MOST_GRAPHS:
-            rows = {call.rows for call in self._calls.values()}
-            sizes = ", ".join(map(str, sorted({*rows, step_inputs.rows})))
-            raise CannotCaptureError(
-                f"batches of more than {MOST_GRAPHS} shapes, of {sizes} rows; give them one batch_size and one form"
-            )
 
     def _capture(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
         self._take_time()
@@ -258,14 +247,9 @@ class CapturedStep:
             outputs, call.spec = pytree.tree_flatten(output)
             return [loss, *outputs]
 
-        call = _Call(step_inputs.size, step_inputs.rows)
+        call = _Call(step_inputs.size)
         call.run = self._engine(step, [*memory.values(), *resident], list(inputs))
         return call
-
-    @property
-    def row_tables(self) -> list[str]:
-        """Names of the tables updated row by row; available after the first step."""
-        return self._memory.row_tables
 
     @property
     def shapes(self) -> int:
@@ -313,7 +297,6 @@ class _Call:
     """The captured step for one shape of batch, with the tree of its outputs; see :class:`StepInputs`."""
 
     size: Hashable
-    rows: int
     run: Callable[[Sequence[Tensor]], list[Tensor]] = field(init=False)
     spec: Any = field(init=False)
 

@@ -10,7 +10,6 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch._dynamo.exc import InternalTorchDynamoError
 
 from torchrec_ext.capture import executors
 from torchrec_ext.capture.errors import CannotCaptureError
-from torchrec_ext.observe.user_lines import is_users_file
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
 
@@ -165,7 +163,13 @@ class CompiledCall:
         cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
         self._closure = {name: cell.cell_contents for name, cell in cells}
         self._calls: dict[CodeType, Callable[..., Any]] = {}
-        self._set(dont_skip_tracing=False)
+        # Made once: a patch takes 4 us, and to make one 20.
+        self._settings = torch._dynamo.config.patch(
+            skip_nnmodule_hook_guards=False,
+            allow_rnn=True,
+            recompile_limit=_NO_LIMIT,
+            trace_autograd_ops=True,
+        )
 
     def _compile(self, options: dict[str, Any]) -> None:
         self._filters = bool(options)
@@ -176,17 +180,6 @@ class CompiledCall:
             dynamic=False,
             options=options,
         )
-
-    def _set(self, *, dont_skip_tracing: bool) -> None:
-        # Made once: a patch takes 4 us, and to make one 20.
-        self._settings = torch._dynamo.config.patch(
-            skip_nnmodule_hook_guards=False,
-            allow_rnn=True,
-            dont_skip_tracing=dont_skip_tracing,
-            recompile_limit=_NO_LIMIT,
-            trace_autograd_ops=True,
-        )
-        self._skips = not dont_skip_tracing
 
     def holds(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         """Returns the code of a graph whose guards hold; None if there is none."""
@@ -206,14 +199,7 @@ class CompiledCall:
         if code is not None:
             return code(*args)
         try:
-            # Anomaly detection reads every gradient's values, which a trace does not
-            # have.
-            anomaly = (
-                torch.autograd.set_detect_anomaly(False)
-                if torch.is_anomaly_enabled()
-                else nullcontext()
-            )
-            with self._settings, anomaly, warnings.catch_warnings():
+            with self._settings, warnings.catch_warnings():
                 # A page about what it cannot trace, which an error says in a line.
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
                 return self._compiled(*args)
@@ -224,12 +210,6 @@ class CompiledCall:
             # A filter has all guards made twice, which fails for arrays of numpy.
             if self._filters and isinstance(error, InternalTorchDynamoError):
                 self._compile({})
-                return self(*args)
-            # Dynamo leaves out packages as pandas whole, and of these also what it can
-            # trace.
-            skipped = SKIPPED.search(str(error))
-            if self._skips and skipped and is_users_file(skipped[2]):
-                self._set(dont_skip_tracing=True)
                 return self(*args)
             raise
 

@@ -57,15 +57,8 @@ def moved_parameters(
             )
         parameters = by_name.get(fqn, [])
         group = next(
-            (
-                groups[id(parameter)]
-                for parameter in parameters
-                if id(parameter) in groups
-            ),
-            None,
+            groups[id(parameter)] for parameter in parameters if id(parameter) in groups
         )
-        if group is None:
-            raise CannotCaptureError(f"no optimizer moves '{fqn}'")
         values = [optimizer.state.get(parameter, {}) for parameter in parameters]
         state, steps = state_tensors(values[-1])
         if len(state) != STATE_COUNTS[choice.kind]:

@@ -22,11 +22,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.capture.memory import Clock, RowTable, StepMemory
-from torchrec_ext.capture.update_rules import (
-    RowClock,
-    fused_adam,
-    has_fused_form,
-)
+from torchrec_ext.capture.update_rules import RowClock
 from torchrec_ext.distributed.optim.config import Choice
 
 
@@ -53,16 +49,8 @@ class StepPart(NamedTuple):
     is_limited: bool = True
 
 
-# Makes the table of a part with a clock of rows inside one step: its rows read so far, and their update.
-MakeTable = Callable[[StepPart], RowTable]
 # Takes a table, or None for a layer, of each part, then the batch; returns the loss, (), and any tree of outputs.
 Forward = Callable[..., tuple[Tensor, Any]]
-
-
-def row_table(part: StepPart) -> RowTable:
-    """Returns the table of a part; another function may return one with other reads, as of a stack."""
-    assert part.rows is not None
-    return RowTable(part.weight, part.state, part.rows, part.choice, part.clock)
 
 
 def trained(
@@ -73,7 +61,7 @@ def trained(
     *,
     clip_norm: float = 0.0,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    make: MakeTable = row_table,
+    zero: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """Makes one training step, and returns the loss, (), and the output of the forward.
 
@@ -86,12 +74,20 @@ def trained(
         count: the number of steps so far, (), which the step raises by one; the clocks read it.
         clip_norm: limit of the gradients' norm; 0 for none.
         autocast: makes the context of the forward.
-        make: makes the tables.
+        zero: see :class:`RowTable`; the weights of tables then need a gradient elsewhere, and none here.
     """
     with torch.no_grad():
         # Inside of the step, so that a replay counts too.
         count.add_(1)
-    tables = [None if part.rows is None else make(part) for part in parts]
+    tables: list[RowTable | None] = []
+    for part in parts:
+        table = None
+        if part.rows is not None:
+            weight = part.weight if zero is None else part.weight.detach()
+            table = RowTable(
+                weight, part.state, part.rows, part.choice, part.clock, zero
+            )
+        tables.append(table)
     with torch.enable_grad():
         with autocast():
             loss, output = forward(tables, *batch)
@@ -146,8 +142,7 @@ def _update(
     parts: Sequence[StepPart],
     tables: Sequence[RowTable | None],
 ) -> None:
-    """Updates all parts; on a GPU, where each kernel takes its time, those of a group at once if possible."""
-    together: list[list[tuple[StepPart, Tensor]]] = []
+    """Updates all parts on which the loss depends."""
     for part, table, of_one in zip(parts, tables, grads, strict=True):
         if table is not None:
             table.move(of_one)
@@ -155,33 +150,11 @@ def _update(
         (grad,) = of_one
         if grad is None:
             continue
-        # The kernel takes one rate; a stack has one for each member.
-        one_rate = part.clock.lr.dim() == 0
-        if one_rate and has_fused_form(part.choice, part.weight, table=part.is_table):
-            for group in together:
-                first = group[0][0]
-                # One rate for all: by identity, because two groups may be equal.
-                if first.clock.lr is part.clock.lr and first.choice == part.choice:
-                    group.append((part, grad))
-                    break
-            else:
-                together.append([(part, grad)])
-            continue
         new = part.clock.stepped(
             part.weight, grad, part.state, part.choice, table=part.is_table
         )
         for target, values in zip([part.weight, *part.state], new, strict=True):
             target.copy_(values)
-    for group in together:
-        first = group[0][0]
-        fused_adam(
-            [part.weight for part, _ in group],
-            [grad for _, grad in group],
-            [part.state for part, _ in group],
-            first.clock.step,
-            first.clock.lr,
-            first.choice,
-        )
 
 
 def parts_of(memory: StepMemory, tensors: Mapping[str, Tensor]) -> list[StepPart]:

@@ -35,7 +35,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_ext.capture import policy
 from torchrec_ext.distributed.optim.config import Choice
 
 # (values, gradient, state, steps made with this one, learning rate, choice) -> (values,
@@ -172,60 +171,6 @@ def stepped(
     if choice.l2:
         grad = grad + choice.l2 * values
     return UPDATES[choice.kind](values, grad, state, step, lr, choice)
-
-
-def has_fused_form(choice: Choice, weight: Tensor, *, table: bool) -> bool:
-    """Whether :func:`fused_adam` makes the step of a parameter; see :func:`stepped`.
-
-    Where Triton is, inductor fuses the rule itself with what surrounds it.
-    """
-    if (
-        policy.HAS_TRITON
-        or not weight.is_cuda
-        or weight.dtype != torch.float32
-        or choice.kind != "adam"
-    ):
-        return False
-    # torch's kernels take one decay: that of AdamW or that of Adam.
-    if choice.weight_decay and choice.l2:
-        return False
-    return not (table and choice.weight_decay and not choice.decays_all_rows)
-
-
-def fused_adam(
-    weights: list[Tensor],
-    grads: list[Tensor],
-    states: list[list[Tensor]],
-    step: Tensor,
-    lr: Tensor,
-    choice: Choice,
-) -> None:
-    """Writes a step of Adam of many parameters by one kernel of a GPU; see :func:`stepped`."""
-    alike = []
-    for weight, grad in zip(weights, grads, strict=True):
-        # The kernel reads numbers in the order of memory, so a gradient must have the
-        # strides of its weight.
-        alike.append(
-            grad
-            if grad.stride() == weight.stride()
-            else torch.empty_like(weight).copy_(grad)
-        )
-    kernel = torch._fused_adamw_ if choice.weight_decay else torch._fused_adam_
-    kernel(
-        weights,
-        alike,
-        [state[0] for state in states],
-        [state[1] for state in states],
-        [],
-        [step] * len(weights),
-        lr=lr,
-        beta1=choice.betas[0],
-        beta2=choice.betas[1],
-        weight_decay=choice.weight_decay or choice.l2,
-        eps=choice.eps,
-        amsgrad=False,
-        maximize=False,
-    )
 
 
 # steps to store: before any further step, every row must be brought up to date

@@ -364,15 +364,6 @@ class LocalSGD(EveryStep):
         return self._optimizer.apart and not self._shards_tables
 
     @property
-    def reader(self) -> tuple[str, str]:
-        """What an adopted step calls the reader of whole tables that averages are, and how to make them cost less."""
-        rarer = max(20, 4 * self._every)
-        return (
-            f"LocalSGD(every={self._every})",
-            f"use DistributedDataParallel, or every={rarer}",
-        )
-
-    @property
     def every(self) -> int:
         """Steps between two averages; another number is another ``with LocalSGD(...)``, after this one."""
         return self._every

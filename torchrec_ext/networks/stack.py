@@ -7,10 +7,6 @@ rate for each, (K, 1, ...). Tables are moved whole, so that stacks are for small
 from __future__ import annotations
 
 import copy
-import inspect
-import math
-import operator
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,23 +20,21 @@ from torch.overrides import TorchFunctionMode
 
 from torchrec_ext.adopt.checks import STATES, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.graph import bad_id, untraceable, values_needed
+from torchrec_ext.adopt.graph import bad_id, untraceable
 from torchrec_ext.adopt.reads import is_plain, look_up, look_up_arguments
 from torchrec_ext.capture.compiled import TRACERS, compiled
 from torchrec_ext.capture.memory import Clock
 from torchrec_ext.capture.step import StepPart, trained
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.networks.one_form import (
+    Form,
     check_networks,
-    differences,
+    difference,
+    form,
     line,
-    same_values,
 )
-from torchrec_ext.observe.user_lines import raising_line
 
 Loss = Callable[..., Tensor]
-
-_UNBATCHED = re.compile(r"[Bb]atching rule not implemented for ([\w:.]+\w)")
 
 
 @dataclass
@@ -110,26 +104,16 @@ class Stack:
     ) -> None:
         networks = list(networks)
         check_networks(networks)
-        numbers = _rates(rates, len(networks))
-        for name, value in settings.items():
-            # Those of betas are two numbers, which torch checks.
-            if name != "betas" and not isinstance(value, int | float | None):
-                raise ValueError(
-                    f"{name}={value!r:.60}: must be one number for all members; only rates= has one for each"
-                )
-        if "lr" in settings or not inspect.isclass(optimizer):
-            raise ValueError(
-                "optimizer: give the class, such as torch.optim.Adam, and learning rates as rates="
-            )
+        numbers = _rates("rates", rates, (len(networks),))
         self.networks = networks
         first = networks[0]
-        device = next(first.parameters()).device
-        self._count = torch.zeros((), device=device)
-        self._rates = torch.tensor(numbers, device=device)
-        self._factor = torch.ones((), device=device)
-        self._member = _Member(_without_values(first), loss)
         moved = [each for each in first.parameters() if each.requires_grad]
         rules = update_rules(first, [optimizer(moved, lr=1.0, **settings)])  # type: ignore[call-arg]
+        device = moved[0].device
+        self._count = torch.zeros((), device=device)
+        self._rates = numbers.to(device)
+        self._factor = torch.ones((), device=device)
+        self._member = _Member(_without_values(first), loss)
         fill = float(settings.get("initial_accumulator_value", 0.0))
         own = [
             dict((*network.named_parameters(), *network.named_buffers()))
@@ -161,14 +145,9 @@ class Stack:
 
         Raises:
             IndexError: an id is outside of its table; nothing was written.
-            ValueError: the batch has other than tensors, the loss has no such step or is of another network, or forward
-                writes what the next step would read; the message names it.
+            ValueError: the loss has no such step or is of another network, or forward writes what the next step would
+                read; the message names it.
         """
-        for number, each in enumerate(batch):
-            if not isinstance(each, Tensor):
-                raise ValueError(
-                    f"step(): argument {number} is a {type(each).__name__}, must be a tensor"
-                )
         self._check(batch)
         shapes = [(each.shape, each.dtype) for each in batch]
         self._shapes = self._shapes or shapes
@@ -178,15 +157,6 @@ class Stack:
         try:
             losses: Tensor = run(*batch)
         except Exception as error:
-            # Made op by op, vmap itself refuses what needs values.
-            if str(error).startswith("vmap:"):
-                raise CannotAdopt(values_needed(raising_line(error))) from None
-            unbatched = _UNBATCHED.search(str(error))
-            if unbatched:
-                raise CannotAdopt(
-                    f"{raising_line(error)}: torch.func.vmap has no batched {unbatched[1]}; train the networks in one "
-                    "nn.ModuleList, by adopt"
-                ) from None
             if not type(error).__module__.startswith(TRACERS):
                 raise
             raise untraceable(error) from None
@@ -198,8 +168,7 @@ class Stack:
         Raises:
             ValueError: it is negative or not finite.
         """
-        _check_rate("factor", factor)
-        self._factor.fill_(factor)
+        self._factor.copy_(_rates("factor", factor, ()))
 
     def stop(self, member: int) -> None:
         """Ends the training of one member: its weights stay as they are, bit by bit, and the others go on.
@@ -207,18 +176,9 @@ class Stack:
         Its rate becomes 0, and nothing is compiled anew. So it is with a member whose loss is NaN.
 
         Raises:
-            ValueError: there is no such member.
+            IndexError: there is no such member.
         """
-        count = len(self.networks)
-        try:
-            number = count if isinstance(member, bool) else operator.index(member)
-        except TypeError:
-            number = count
-        if not -count <= number < count:
-            raise ValueError(
-                f"member={member!r:.60}: must be a whole number from 0 to {count - 1}"
-            )
-        self._rates[number] = 0.0
+        self._rates[range(len(self.networks))[member]] = 0.0
 
     @torch.no_grad()
     def unstack(self) -> list[nn.Module]:
@@ -240,11 +200,6 @@ class Stack:
             ValueError: it is of another stack, or has a rate that is none; nothing was written.
         """
         own = dict(self._tensors())
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"'{name}' is a {type(value).__name__} in the state, must be a tensor"
-                )
         for name in [*own, *state]:
             here, there = (
                 str(tuple(each[name].shape)) if name in each else "not there"
@@ -255,8 +210,8 @@ class Stack:
                     f"'{name}' is {there} in the state and {here} in the stack: give a state of the same networks "
                     "and optimizer"
                 )
-        _rates(state["rates"], len(self.networks))
-        _check_rate("factor", state["factor"])
+        for name in ("rates", "factor"):
+            _rates(name, state[name], own[name].shape)
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
@@ -285,7 +240,7 @@ class Stack:
         is_first = not self._is_checked
         values = {name: each[0].detach() for name, each in self._values.items()}
         if is_first:
-            before = _without_values(self._member.network)
+            before = form(self._member.network)
             for name in values:
                 trains = name in self._states
                 values[name] = values[name].clone().requires_grad_(trains)
@@ -310,32 +265,35 @@ class Stack:
 
     def _check_writes(
         self,
-        before: nn.Module,
+        before: Form,
         values: Mapping[str, Tensor],
         written: Mapping[str, Tensor],
     ) -> None:
         """Refuses a forward that writes what it leaves to the next step, because a stack would lose it.
 
         Args:
-            before: the first network before its forward.
+            before: form of the first network before its forward.
             values: what its weights and buffers were given as.
             written: what they are after it.
         """
         for name, now in written.items():
             given = values[name]
             was = self._values[name][0]
-            if now is not given or now._version or not same_values(now, was):
+            is_written = now is not given or now._version
+            if is_written or not torch.allclose(now, was, 0, 0, equal_nan=True):
                 rest = (
                     " is written by forward, which a stack would lose: compute it from the batch, or train the "
                     "networks in one nn.ModuleList, by adopt"
                 )
                 raise ValueError(line(name, rest))
-        for found in differences(before, self._member.network):
+        found = difference(before, form(self._member.network))
+        if found is not None:
+            path, first, after = found
             rest = (
-                f" is written by forward, {found.first} before and {found.other} after: make it in __init__, return "
-                "it, or give it to the step"
+                f" is written by forward, {first} before and {after} after: make it in __init__, return it, or give it "
+                "to the step"
             )
-            raise ValueError(line(found.path, rest))
+            raise ValueError(line(path, rest))
 
     def _made(self) -> Callable[..., Any]:
         """Returns the step as a function of a batch, which reads nothing of this object."""
@@ -459,35 +417,17 @@ def _without_values(module: nn.Module) -> nn.Module:
         memo[id(weight)] = nn.Parameter(meta, requires_grad=weight.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:
+    return copy.deepcopy(module, memo)
+
+
+def _rates(name: str, rates: Any, shape: Sequence[int]) -> Tensor:
+    """Returns rates, or the factor of all, as a tensor of a shape."""
+    numbers = torch.as_tensor(rates, dtype=torch.float32)
+    if numbers.shape != shape or not ((numbers >= 0) & numbers.isfinite()).all():
         raise ValueError(
-            f"{type(module).__name__} cannot be copied, as a stack must: {str(error)[:100]}"
-        ) from None
-
-
-def _rates(rates: Any, count: int) -> list[float]:
-    """Returns a rate for each of the members."""
-    has_many = hasattr(rates, "__len__") and not isinstance(rates, str | Mapping)
-    if not has_many or len(rates) != count:
-        found = f"{len(rates)} rates" if has_many else f"rates={rates!r:.60}"
-        raise ValueError(f"{found} for {count} members: give one for each")
-    return [
-        _check_rate(f"rates[{number}]", rate) for number, rate in enumerate(list(rates))
-    ]
-
-
-def _check_rate(name: str, rate: Any) -> float:
-    """Returns a rate as a number."""
-    try:
-        number = math.nan if isinstance(rate, str) else float(rate)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        text = f"{rate:g}" if isinstance(rate, int | float) else f"{rate!r:.60}"
-        raise ValueError(f"{name}={text}: must be a finite number of 0 or more")
-    return number
+            f"{name}={rates!r:.60}: must be a finite number of 0 or more for each of the shape {tuple(shape)}"
+        )
+    return numbers
 
 
 def _check_reads(loss: Tensor, weights: Sequence[Tensor]) -> None:

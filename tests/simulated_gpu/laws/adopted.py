@@ -74,23 +74,25 @@ def test_rows_on_the_device_train_as_those_on_the_cpu(
             model,
             torch.optim.Adam(model.parameters(), 0.01),
             loss,
-            rows=rows,
             compile="require",
         )
-        losses.append([float(each) for _ in range(3) for each in step.epoch()])
+        losses.append([float(each) for _ in range(3) for each in step.epoch(rows)])
         assert step.describe().startswith("captured"), step.describe()
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["goes on", "saves"])
-def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(reads: bool) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "FIRST", 0)
     model = Pairs().cuda()
     (optimizer,) = adam(model)
 
     def loss(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(user, item), label)
 
-    step = adopt(model, optimizer, loss, compile="require", verify=0)
+    step = adopt(model, optimizer, loss, compile="require")
     given = list(batches(8))
     for batch in given[:7]:
         step(*batch)

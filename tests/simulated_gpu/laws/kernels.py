@@ -1,4 +1,4 @@
-"""How many kernels of a GPU a captured step has, op by op and fused by inductor, held at the numbers of kernels.json.
+"""How many kernels of a GPU a captured step has, fused by inductor, held at the numbers of kernels.json.
 
 Inductor writes the fused ones in Triton, which has to be installed, but nothing compiles or runs them here.
 SIMULATED_GPU_RENEW=1 with tests/simulated_gpu/test_laws.py writes the file anew.
@@ -49,23 +49,7 @@ class _WrittenError(Exception):
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """Collects the numbers of kernels of each graph that is captured."""
     triton = pytest.importorskip("triton")
-    counts: Kernels = {"op by op": [], "fused": [], "atomic": []}
-
-    class Counting(executors._RefusesWaits):
-        def __enter__(self) -> Any:
-            counts["op by op"].append(0)
-            return super().__enter__()
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            returns = func._schema.returns
-            is_view = bool(returns) and all(
-                each.alias_info is not None and not each.alias_info.is_write
-                for each in returns
-            )
-            counts["op by op"][-1] += not is_view
-            return super().__torch_dispatch__(func, types, args, kwargs)
+    counts: Kernels = {"fused": [], "atomic": []}
 
     def written(lowering: Any) -> None:
         code = lowering.codegen()[0]
@@ -78,7 +62,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
         counts["fused"].append(len(launched))
         raise _WrittenError
 
-    monkeypatch.setattr(executors, "_RefusesWaits", Counting)
     monkeypatch.setattr(executors, "COMBINES", (True,))  # the way that is tried first
     monkeypatch.setattr(graph.GraphLowering, "compile_to_module", written)
     monkeypatch.setattr(async_compile.AsyncCompile, "triton", lambda *_, **__: None)
@@ -92,11 +75,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
         yield counts
 
 
-def held(name: str, counts: Kernels, *, fuses: bool) -> None:
-    """Compares the number of the first graph of one form, that of full batches, with the stored one."""
-    kind = "fused" if fuses else "op by op"
-    name = f"{name}, {kind}"
-    found = counts[kind][0]
+def held(name: str, counts: Kernels) -> None:
+    """Compares the number of the first graph, that of full batches, with the stored one."""
+    name = f"{name}, fused"
+    found = counts["fused"][0]
     stored = json.loads(FILE.read_text()) if FILE.exists() else {}
     if "SIMULATED_GPU_RENEW" in os.environ:
         text = json.dumps({**stored, name: found}, indent=1, sort_keys=True)
@@ -138,21 +120,18 @@ def adopted(shape: str, *, draws: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert step.describe().startswith("captured"), step.describe()
 
 
-@pytest.mark.parametrize("fuses", [False, True], ids=["op by op", "fused"])
 @pytest.mark.parametrize("draws", [False, True], ids=["given", "drawn inside"])
 @pytest.mark.parametrize("shape", ["small", "full"])
 @pytest.mark.filterwarnings("ignore:the kernels of the captured step")
 def test_an_adopted_step_has_no_more_kernels(
     shape: str,
     draws: bool,
-    fuses: bool,
     kernels: Kernels,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(policy, "HAS_TRITON", fuses)
+    monkeypatch.setattr(policy, "HAS_TRITON", True)
     adopted(shape, draws=draws, monkeypatch=monkeypatch)
-    name = f"adopted {shape}, {'drawn inside' if draws else 'given'}"
-    held(name, kernels, fuses=fuses)
+    held(f"adopted {shape}, {'drawn inside' if draws else 'given'}", kernels)
 
 
 @pytest.mark.parametrize("by_rows", [False, True], ids=["whole tables", "by rows"])
@@ -175,19 +154,17 @@ def test_deterministic_algorithms_add_nothing_atomically(
     assert deterministic == 0
 
 
-@pytest.mark.parametrize("fuses", [False, True], ids=["op by op", "fused"])
 @pytest.mark.parametrize(
     "recipe", [name for name in RECIPES if name not in NEVER_CAPTURED]
 )
 @pytest.mark.filterwarnings("ignore:the kernels of the captured step")
 def test_a_recipes_step_has_no_more_kernels(
     recipe: str,
-    fuses: bool,
     kernels: Kernels,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(policy, "HAS_TRITON", fuses)
+    monkeypatch.setattr(policy, "HAS_TRITON", True)
     on_device = () if recipe in HOST_ROWS else (ON_DEVICE,)
     train(recipe, tmp_path / "run", "device=cuda", CAPTURED, *on_device)
-    held(recipe, kernels, fuses=fuses)
+    held(recipe, kernels)

@@ -83,12 +83,6 @@ def _check_settings(rows: Rows, loader: DataLoader[Any]) -> int:
             "for each positive"
         )
     order = rows.order
-    if loader.batch_size is None:
-        name = type(loader.batch_sampler or loader.sampler).__name__
-        raise CannotAdopt(
-            f"the loader's {name} makes its own batches, Rows makes batches of batch_size; keep the loader, and adopt "
-            "the step alone"
-        )
     sampler = loader.sampler
     # By the class itself: one derived from them may do anything.
     shuffles = (
@@ -104,8 +98,8 @@ def _check_settings(rows: Rows, loader: DataLoader[Any]) -> int:
     batch_size = rows.batch_size * per_row
     if loader.batch_size != batch_size:
         raise CannotAdopt(
-            f"the loader's batch_size is {loader.batch_size}, that of these rows {batch_size} rows of {kind}; give "
-            "the same to both"
+            f"the loader's batch_size is {loader.batch_size}, that of these rows {batch_size} rows of {kind}: give "
+            "the same to both, and no batch_sampler"
         )
     for name, theirs, ours in (
         ("shuffle", shuffles, rows.shuffle),
@@ -154,16 +148,10 @@ def _compare_tensor(name: str, indices: Tensor, our: Any, their: Any) -> None:
         raise CannotAdopt(
             f"{name}: the loader gives a {type(their).__name__}, Rows tensors; have collate_fn give tensors"
         )
-    is_stacked = their.dim() > 1 and their.shape[1] > 1
-    if is_stacked and their.flatten(0, 1).shape == our.shape:
-        raise CannotAdopt(
-            f"{name}: the loader stacks its rows, {tuple(their.shape)}, and Rows joins them: give it "
-            "collate_fn=lambda rows: [torch.cat(column) for column in zip(*rows)], or Rows make="
-        )
     if our.shape != their.shape or our.dtype != their.dtype:
         raise CannotAdopt(
             f"{name}: the loader gives {their.dtype} {tuple(their.shape)}, Rows {our.dtype} {tuple(our.shape)}; "
-            "convert the column, or give make="
+            "convert the column, have collate_fn join rows by torch.cat, or give make="
         )
     # NaN equals NaN here: both are what the row holds.
     differs = our != their
@@ -201,22 +189,22 @@ def _drawn_ids(
         return torch.from_numpy(negatives.draw(indices.numpy(), epoch=0)[0])
     leaf, positions = places
     their = theirs[leaf] if leaf < len(theirs) else None
-    if not isinstance(their, Tensor) or their.numel() <= int(positions.max()):
+    if (
+        not isinstance(their, Tensor)
+        or their.is_floating_point()
+        or their.numel() <= int(positions.max())
+    ):
         raise CannotAdopt(
-            f"{_name(rows, leaf)}: a batch of the loader does not hold {negatives.count} negatives for each row there; "
-            "give make="
+            f"{_name(rows, leaf)}: a batch of the loader does not hold {negatives.count} negatives, whole numbers, for "
+            "each row there; give make="
         )
     drawn = their.flatten()[positions].view(len(indices), negatives.count)
-    if drawn.is_floating_point():
+    possible = negatives.can_draw(indices.numpy(), drawn.numpy().astype(np.int64))
+    if not possible.all():
+        row, index = np.unravel_index(int(possible.argmin()), possible.shape)
         raise CannotAdopt(
-            f"{_name(rows, leaf)}: the loader gives {drawn.dtype}, ids must be integers; convert it in the Dataset"
-        )
-    wrong = negatives.wrong(indices.numpy(), drawn.numpy().astype(np.int64))
-    if wrong is not None:
-        row, index, what = wrong
-        raise CannotAdopt(
-            f"{_name(rows, leaf)} of row {int(indices[row])}: the loader drew {int(drawn[row, index])}, which {what}; "
-            "correct negatives="
+            f"{_name(rows, leaf)} of row {int(indices[row])}: the loader drew {int(drawn[row, index])}, which these "
+            "negatives never are; correct negatives="
         )
     return drawn.long()
 

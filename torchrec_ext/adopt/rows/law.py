@@ -24,7 +24,7 @@ from torchrec_ext.data.negatives.samplers import (
 
 Ids = NDArray[np.int64]
 TensorColumns: TypeAlias = Mapping[str, Tensor]  # (N, ...) each, by name
-Items: TypeAlias = int | range | str | Sequence[int] | Ids | Tensor
+Items: TypeAlias = int | Sequence[int] | Ids | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +41,7 @@ class Law:
             raise ValueError(
                 "known= without exclude=: name the columns of user and item, such as exclude=('user', 'item')"
             )
-        if (
-            not isinstance(self.draws, int)
-            or isinstance(self.draws, bool)
-            or self.draws < 1
-        ):
+        if not isinstance(self.draws, int) or self.draws < 1:
             raise ValueError(
                 f"draws={self.draws!r}: must be the number of negatives of a row, 1 or more"
             )
@@ -56,8 +52,7 @@ class Uniform(Law):
     """Every item is as likely as every other.
 
     Args:
-        items: ids that can be drawn: a number I for 0 to I - 1, a range, the ids themselves, or the name of a column
-            that holds them.
+        items: ids that can be drawn: a number I for 0 to I - 1, or the ids themselves (I,).
         draws: n, the number of negatives of a row.
         exclude: ids that are never drawn. ``("user", "item")``: an item that stands in the column ``item`` of any row
             that has the same ``user``. None: every item can be drawn, the positive too.
@@ -70,22 +65,19 @@ class Uniform(Law):
 
 @dataclass(frozen=True, eq=False)
 class Popular(Law):
-    """An item is as likely as (its count + smoothing) ** exponent.
+    """An item is as likely as its count ** exponent; one that no row has is drawn if all others are excluded.
 
     Args:
         items: see :class:`Uniform`.
         draws: see :class:`Uniform`.
         exclude: see :class:`Uniform`.
         known: see :class:`Uniform`.
-        counted: column in which items are counted; needed.
+        counted: column in which items are counted.
         exponent: power of the counts, 0.75 in word2vec.
-        smoothing: added to each count, above 0: where an item without a row can never be drawn, leave it out of
-            ``items``.
     """
 
-    counted: str = field(default="", kw_only=True)
+    counted: str = field(kw_only=True)
     exponent: float = field(default=0.75, kw_only=True)
-    smoothing: float = field(default=1e-9, kw_only=True)
 
 
 def integers(columns: TensorColumns, name: str, argument: str) -> Ids:
@@ -113,11 +105,6 @@ def is_key(column: Tensor) -> bool:
 
 def numbers_of(ids: Ids, values: Ids) -> tuple[Ids, NDArray[np.bool_]]:
     """Returns the numbers, from 1, of ``values`` in ``ids`` (I,) ascending, and whether each is there."""
-    # Most catalogues are a range, in which nothing needs to be searched.
-    if len(ids) == ids[-1] - ids[0] + 1:
-        numbers = values - ids[0]
-        there = (numbers >= 0) & (numbers < len(ids))
-        return np.where(there, numbers, 0) + 1, there
     numbers = np.minimum(ids.searchsorted(values), len(ids) - 1)
     return numbers + 1, ids[numbers] == values
 
@@ -130,21 +117,11 @@ def _pairs(law: Law, columns: TensorColumns) -> tuple[Ids, Ids, Ids]:
     Raises:
         CannotAdopt: they cannot be read.
     """
-    names = law.exclude
-    if names is None:
+    if law.exclude is None:
         rows = len(next(iter(columns.values())))
         nothing = np.zeros(0, np.int64)
         return np.full(rows, -1), nothing, nothing
-    if not (
-        isinstance(names, tuple)
-        and len(names) == 2
-        and all(isinstance(name, str) for name in names)
-    ):
-        raise CannotAdopt(
-            f"exclude is a {type(names).__name__}: must be two names of columns, such as ('user', 'item'), or None"
-        )
-    users = integers(columns, names[0], "exclude")
-    items = integers(columns, names[1], "exclude")
+    users, items = (integers(columns, name, "exclude") for name in law.exclude)
     num_rows = len(users)
     if law.known is not None:
         more_users, more_items = _further_pairs(law.known)
@@ -162,23 +139,14 @@ def _further_pairs(known: Any) -> tuple[Ids, Ids]:
     Raises:
         CannotAdopt: they are no pairs of integers.
     """
-    rule = "must be two arrays of integers, (P,) users and (P,) items"
-    try:
-        users, items = map(torch.as_tensor, known)
-    except (TypeError, ValueError, RuntimeError):
-        raise CannotAdopt(f"known is a {type(known).__name__}: {rule}") from None
-    kinds = []
-    is_whole = users.dim() == 1 and users.shape == items.shape
-    for each in (users, items):
-        kinds.append(f"{each.dtype} {tuple(each.shape)}")
-        # torch takes a list without numbers for one of floats.
-        is_whole = is_whole and (not each.numel() or is_key(each))
-    if not is_whole:
-        raise CannotAdopt(f"known has {' and '.join(kinds)}: {rule}")
-    return (
-        users.numpy(force=True).astype(np.int64),
-        items.numpy(force=True).astype(np.int64),
-    )
+    users, items = (torch.as_tensor(each).numpy(force=True) for each in known)
+    kinds = {users.dtype.kind, items.dtype.kind}
+    if users.ndim != 1 or users.shape != items.shape or not kinds <= {"i", "u"}:
+        raise CannotAdopt(
+            f"known has {users.dtype} {users.shape} and {items.dtype} {items.shape}: must be two arrays of integers, "
+            "(P,) users and (P,) items"
+        )
+    return users.astype(np.int64), items.astype(np.int64)
 
 
 def _sampler(
@@ -193,7 +161,7 @@ def _sampler(
         users,
         items,
         exponent=law.exponent,
-        smoothing=law.smoothing,
+        smoothing=1e-9,
         counts=np.bincount(numbers[there], minlength=len(ids) + 1),
     )
 
@@ -215,7 +183,7 @@ class NegativeDraws(RowDraws):
     """
 
     def __init__(self, law: Law, columns: TensorColumns, seed: int = 0) -> None:
-        self.catalogue = _catalogue(law.items, columns)
+        self.catalogue = _catalogue(law.items)
         # -1 reads the row of the users who have taken nothing.
         users, owners, items = _pairs(law, columns)
         numbers, there = numbers_of(self.catalogue, items)
@@ -231,46 +199,16 @@ class NegativeDraws(RowDraws):
                 "leave such rows out, or exclude less"
             )
 
-    def wrong(self, rows: Ids, drawn: Ids) -> tuple[int, int, str] | None:
-        """Returns the first of the ids (B, n), drawn for ``rows`` (B,), that this distribution never draws.
-
-        Returns:
-            Its row and column in ``drawn``, and what is wrong with it; None if there is none.
-        """
-        numbers, there = numbers_of(self.catalogue, drawn.reshape(-1))
-        numbers = numbers.reshape(drawn.shape)
-        taken = self.known.contains(self.users[rows][:, None], numbers)
-        for is_wrong, what in (
-            (~there.reshape(drawn.shape), f"is none of {describe_ids(self.catalogue)}"),
-            (taken, "is excluded"),
-        ):
-            if is_wrong.any():
-                row, index = np.unravel_index(int(is_wrong.argmax()), drawn.shape)
-                return int(row), int(index), what
-        return None
+    def can_draw(self, rows: Ids, drawn: Ids) -> NDArray[np.bool_]:
+        """Returns (B, n) whether each of the ids (B, n), drawn for ``rows`` (B,), is one that can be drawn."""
+        numbers, there = numbers_of(self.catalogue, drawn)
+        return there & ~self.known.contains(self.users[rows][:, None], numbers)
 
 
-def describe_ids(ids: Ids) -> str:
-    """Returns the ids of a catalogue in words."""
-    if len(ids) == ids[-1] - ids[0] + 1:
-        return f"the ids {ids[0]:,} to {ids[-1]:,}"
-    return f"{len(ids):,} ids from {ids[0]:,} to {ids[-1]:,}"
-
-
-def _catalogue(items: Items, columns: TensorColumns) -> Ids:
-    count = items if isinstance(items, int) else len(items)
-    # True is an int in Python.
-    if isinstance(items, bool) or count < 1:
+def _catalogue(items: Items) -> Ids:
+    ids = np.arange(items) if isinstance(items, int) else np.asarray(items)
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise CannotAdopt(
-            f"items={items}: must be a number of 1 or more, a range, ids, or the name of a column"
+            f"items={items!r:.60}: must be a number of 1 or more, or ids (I,), whole numbers"
         )
-    if isinstance(items, int):
-        return np.arange(items, dtype=np.int64)
-    if isinstance(items, str):
-        return np.unique(integers(columns, items, "items"))
-    values = np.asarray(items)
-    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise CannotAdopt(
-            f"items is an array of {values.dtype} {values.shape}: must be (I,) integers"
-        )
-    return np.unique(values).astype(np.int64)
+    return np.unique(ids).astype(np.int64)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from torchrec_ext.adopt.rows.check import compare_rows
-from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers
+from torchrec_ext.adopt.rows.law import Law, NegativeDraws
 from torchrec_ext.capture import policy
 from torchrec_ext.data.order import RowOrder, Share
 from torchrec_ext.data.resident import ResidentRows, RowStep
@@ -28,8 +28,9 @@ class Rows:
     """Rows in memory as columns, and the batches of an epoch: iterate over it as over a DataLoader.
 
     A batch holds each column in its order. With n negatives each row has 1 + n instances, one after the other: the
-    positive's column holds the positive and then its negatives, every other column its value 1 + n times, and the
-    labels, 1 and n times 0, come last. :meth:`check` compares all of them with a DataLoader of yours.
+    positive's column, the second one of ``exclude=("user", "item")``, holds the positive and then its negatives, every
+    other column its value 1 + n times, and the labels, 1 and n times 0, come last. :meth:`check` compares all of them
+    with a DataLoader of yours.
 
     A captured step makes the batch inside, see :class:`RowsOnDevice`, and looks equal ids up once, see :attr:`repeats`.
 
@@ -37,7 +38,6 @@ class Rows:
         columns: (N, ...) tensors or arrays by name.
         batch_size: B, rows of a step on each rank.
         negatives: sampling distribution of the negatives; see :class:`Uniform`.
-        positive: column of the positives; by default the second one of ``exclude=("user", "item")``.
         make: function from the rows of a batch, (B, ...) by the name of their column, with ``"negatives"`` (B, n) where
             there are any, to a batch of another form: a tuple of tensors, or whatever the step takes. Torch ops only.
         shuffle: take the rows of each epoch in a new order.
@@ -75,7 +75,6 @@ class Rows:
         batch_size: int,
         *,
         negatives: Law | None = None,
-        positive: str | None = None,
         make: Make | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -117,24 +116,19 @@ class Rows:
                 )
             self.negatives = NegativeDraws(negatives, self.columns, seed)
         if make is None:
-            self._declare_usual(negatives, positive)
+            self._declare_usual(negatives)
 
-    def _declare_usual(self, negatives: Law | None, positive: str | None) -> None:
+    def _declare_usual(self, negatives: Law | None) -> None:
         """Takes the names and repeats of the usual batch."""
         self.names = tuple(self.columns)
         if negatives is None:
-            if positive is not None:
-                raise ValueError(
-                    f"positive={positive!r}: without negatives no column is repeated; leave it out"
-                )
             return
-        if positive is None and isinstance(negatives.exclude, tuple):
-            positive = negatives.exclude[1]
-        if positive is None:
+        if negatives.exclude is None:
             raise ValueError(
-                "negatives: name the column of the positives, such as positive='item'"
+                "negatives without exclude=: name the positives' column, such as exclude=('item', 'item'), or give "
+                "make="
             )
-        integers(self.columns, positive, "positive")
+        positive = negatives.exclude[1]
         if LABEL in self.columns:
             raise ValueError(
                 f"a column '{LABEL}' with negatives: labels are made, 1 for the positive; leave it out, or give make="
@@ -321,11 +315,11 @@ def _order(
     Raises:
         ValueError: an argument is out of range.
     """
-    for name, value in (("batch_size", batch_size), ("ranks", ranks)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: must be a whole number of 1 or more")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank={rank}: must be 0 to ranks - 1 = {ranks - 1}")
+    share = Share(rank=rank, world_size=ranks)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(
+            f"batch_size={batch_size!r}: must be a whole number of 1 or more"
+        )
     least = batch_size if drop_last else 1
     if num_rows < ranks * least:
         raise ValueError(
@@ -340,7 +334,7 @@ def _order(
         batch_size=batch_size * ranks,
         num_steps=full + has_short,
         drop_last=drop_last,
-        share=Share(rank=rank, world_size=ranks),
+        share=share,
         seed=seed if shuffle else None,
     )
 
