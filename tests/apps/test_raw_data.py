@@ -256,7 +256,7 @@ def test_a_csv_with_broken_lines_becomes_a_service(
         for user, items in taken.items()
         for place, item in enumerate(items)
     ]
-    lines.insert(4, "7,a film,5,880000000")
+    lines.insert(4, "7,a film,5")
     lines.insert(49, "8,12")
     log = tmp_path / "ratings.csv"
     log.write_text("\n".join(["userId,movieId,rating,timestamp", *lines, ""]))

@@ -58,6 +58,10 @@ class Vocabulary:
         """Number of rows of an embedding table, V + 1."""
         return len(self.values) + 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the index: another process, such as Spark's, hashes texts otherwise.
+        return Vocabulary, (self.values, self.counts)
+
     def by_value(self) -> Vocabulary:
         """Returns the same values in sorted order."""
         order = pc.sort_indices(self.values)
