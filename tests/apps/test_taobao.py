@@ -428,10 +428,6 @@ def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
             r"model\.serve=buy: the rows of '.*' have no such label",
         ),
         (
-            ("model.weights.conversion=0",),
-            r"tasks: conversion=0\.0: the weight of a loss must be greater than 0",
-        ),
-        (
             ("model.interaction=dot",),
             r"model\.interaction=dot: several tasks share the hidden layers of top_nn",
         ),

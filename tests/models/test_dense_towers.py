@@ -124,12 +124,7 @@ def test_a_captured_step_of_a_model_without_tables_is_the_step(compile_: str) ->
         torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-5)
 
 
-def test_a_tower_needs_a_table_or_a_dense_column() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"tables=\[\] and dense=\(\): a Tower needs a table or a dense column",
-    ):
-        Tower([], (8,))
+def test_an_array_column_has_a_number_in_each_row() -> None:
     with pytest.raises(
         ValueError,
         match=r"dense: profile=0: the column must have 1 number in each row or more",

@@ -36,10 +36,6 @@ def test_logits_are_the_interaction_of_the_towers() -> None:
             "interaction='angle': must be one of top_nn, dot, cosine",
         ),
         (
-            lambda: two_tower([table("a", 5)], []),
-            "a Tower needs a table or a dense column",
-        ),
-        (
             lambda: TowerModel({}, DotProduct([1, 1])),
             "a TowerModel needs at least one tower",
         ),

@@ -56,8 +56,8 @@ def in_batch_negatives(
     """Gathers the candidates of all ranks, and finds the negatives of each query.
 
     Accidental hits (the query's own item elsewhere in the batch) and padding are excluded; a query's own candidate
-    never is. Several ranks exchange three times, of which the first tells how many
-    candidates each rank has; twice where ``rows`` is given. One rank does not exchange.
+    never is. Several ranks exchange how many candidates each has, unless ``rows`` is given, then items, ``log_q`` and
+    vectors. One rank does not exchange.
 
     Args:
         embeddings: (B, D) vectors, the positives of this rank's queries, in order.
@@ -88,9 +88,9 @@ def in_batch_negatives(
     if rows is None:
         rows = int(_gather(torch.tensor([size], device=ids.device), None).max())
     ids = torch.where(present, ids, _PADDING)
+    ids = _gather(_pad(ids, rows, _PADDING), None)
     if log_q is not None:
-        log_q = _pad(log_q, rows)
-    ids, log_q = _gather_facts(_pad(ids, rows, _PADDING), log_q)
+        log_q = _gather(_pad(log_q.detach(), rows), None)
     # The candidates of all ranks stand in rank order, P of each.
     rank = dist.get_rank() if dist.is_initialized() else 0
     targets = torch.arange(size, device=ids.device) + rank * rows
@@ -142,20 +142,6 @@ def _gather(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     all_rows = rows.new_empty(_ranks(group) * len(rows), *rows.shape[1:])
     _ALL_GATHER(all_rows, rows.contiguous(), group=group)
     return all_rows
-
-
-def _gather_facts(ids: Tensor, log_q: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Exchanges ids and log_q of all ranks at once; float64 travels as the int64 of the same bits."""
-    if _ranks(None) == 1:
-        return ids, log_q
-    columns = [ids]
-    if log_q is not None:
-        columns.append(log_q.detach().double().view(torch.int64))
-    both = _gather(torch.stack(columns, dim=1), None)
-    ids = both[:, 0]
-    if log_q is None:
-        return ids, None
-    return ids, both[:, 1].contiguous().view(torch.float64).to(log_q.dtype)
 
 
 def _pad(rows: Tensor, size: int, value: int = 0) -> Tensor:

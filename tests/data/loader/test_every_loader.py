@@ -103,6 +103,6 @@ def test_a_batch_is_no_larger_than_the_epoch(make: Make) -> None:
 def test_a_state_of_another_stream_is_refused(make: Make) -> None:
     state = make().state_dict()
     with pytest.raises(
-        ValueError, match=r"cannot resume .*batch_size was 8 and is 4.*; restore"
+        ValueError, match=r"cannot resume .*batch_size was 8 and is 4.*; put"
     ):
         make(batch_size=4).load_state_dict(state)

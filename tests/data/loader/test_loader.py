@@ -240,8 +240,6 @@ def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
         match=r"7 rows with loader\.batch_size=8 and loader\.drop_last=True make no step",
     ):
         loader_of(7, drop_last=True)
-    with pytest.warns(UserWarning, match="batch_size=8 on 3 ranks: their shares"):
-        loader_of(23, world_size=3, drop_last=True)
 
 
 def test_a_loader_in_several_workers_is_refused() -> None:

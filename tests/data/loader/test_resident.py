@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data.loader.test_loader import ITEMS, rows_of, schema_of
 from tests.data.stream_sets import equal
@@ -27,12 +26,6 @@ TABLES = {
     "kind": 3,
     "genres": 5,
 }
-WAITS = {
-    "aten._local_scalar_dense.default",
-    "aten.nonzero.default",
-    "aten.item.default",
-    "aten._unique2.default",
-}
 NUMBERS = np.arange(ITEMS + 1)
 CATALOGUE = Chunk(
     {
@@ -42,16 +35,6 @@ CATALOGUE = Chunk(
         "year": Column((NUMBERS / 10).astype(np.float32)),
     }
 )
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def schema(shared: tuple[str, ...] = ()) -> BatchSchema:
@@ -88,21 +71,6 @@ def loader_of(
         negatives=sampler,
         **places,
     )
-
-
-def test_no_step_waits_for_the_device() -> None:
-    batches = iter(
-        loader_of(
-            rows_of(SIZE),
-            ("user_id", "history", "row"),
-            PopularityNegatives,
-            device="cpu",
-        )
-    )
-    next(batches)  # an epoch's bags are counted before its first step
-    with Ops() as seen:
-        next(batches)
-    assert not WAITS & set(seen.names)
 
 
 @pytest.mark.gpu

@@ -433,18 +433,18 @@ def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
     ).state_dict()
     with pytest.raises(
         ValueError,
-        match=r"cannot resume .*: its rows were others; put the files",
+        match=r"cannot resume .*: row_groups was .*; put settings and files",
     ):
         loader_of(
             parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=60
         ).load_state_dict(state)
     with pytest.raises(
-        ValueError, match=r"cannot resume .*: buffer_rows was 60 and is 80; restore"
+        ValueError, match=r"cannot resume .*: buffer_rows was 60 and is 80; put"
     ):
         loader_of(
             parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=80
         ).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"lanes was 2 and is 1; restore"):
+    with pytest.raises(ValueError, match=r"lanes was 2 and is 1; put"):
         loader_of(
             parquet(folder / "a", [30, 30]), lanes=1, buffer_rows=60
         ).load_state_dict(state)
@@ -486,7 +486,7 @@ def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
     )
     with pytest.raises(
         ValueError,
-        match=r"cannot resume .*: its rows were others; put",
+        match=r"cannot resume .*: content was .*; put settings and",
     ):
         loader().load_state_dict(state)
     older = {

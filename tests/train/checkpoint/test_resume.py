@@ -208,4 +208,4 @@ def test_another_batch_size_is_refused_on_every_rank_with_both_values(
     tmp_path: Path,
 ) -> None:
     for said in run_ranks(other_batches, 2, str(tmp_path)):
-        assert "batch_size was 16 and is 20; restore these settings" in said
+        assert "batch_size was 16 and is 20; put settings and files back" in said

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import unquote
@@ -354,15 +354,10 @@ class ParquetSource:
         stored = list(dict.fromkeys(map(self._column, names)))
         # Of a remote file all at once, since each call is a request.
         size = len(stored) if file.remote else max(1, _AT_ONCE // group.rows)
-        with self._file(file) as opened:
-
-            def decoded(columns: list[str]) -> pa.Table:
-                return opened.read_row_group(group.number, columns, use_threads=False)
-
-            for start in range(0, len(stored), size):
-                some = set(stored[start : start + size])
-                of_some = [name for name in names if self._column(name) in some]
-                yield from self._chunk(group, of_some, decoded).items()
+        for start in range(0, len(stored), size):
+            some = set(stored[start : start + size])
+            of_some = [name for name in names if self._column(name) in some]
+            yield from self._chunk(group, of_some, partial(self._group, group)).items()
 
     def table(self, group: RowGroup, names: Sequence[str]) -> pa.Table:
         """Reads the columns ``names`` of one group as they stand, with their nulls.
@@ -370,9 +365,7 @@ class ParquetSource:
         Raises:
             DataError: the file is gone or damaged; the message names file, row group and column.
         """
-        return self._table(
-            group, list(names), lambda stored: self._group(group, stored)
-        )
+        return self._table(group, list(names), partial(self._group, group))
 
     def parts(
         self, group: RowGroup, names: Sequence[str], start: int, size: int

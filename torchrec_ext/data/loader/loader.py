@@ -213,8 +213,6 @@ _STREAM_SETTINGS = (
     "drop_last",
     "seed",
 )
-# Facts of the rows themselves.
-_ROWS = {"rows", "row_groups", "content"}
 _AHEAD_ON_GPU = 2
 
 
@@ -292,12 +290,6 @@ class ChunkLoader:
             warnings.warn(
                 f"a loader of all rows on {ranks} ranks: each trains on every row; give rank= and world_size=, or "
                 "shuffle=False where each shall see all",
-                stacklevel=2,
-            )
-        if config.drop_last and config.batch_size % world_size and rank == 0:
-            warnings.warn(
-                f"loader.batch_size={config.batch_size} on {world_size} ranks: their shares differ by a row, so some "
-                "batches end in a row of weight 0; weigh the loss by the weights, or take a multiple",
                 stacklevel=2,
             )
         names = chunk if isinstance(chunk, Chunk) else getattr(chunk, "columns", ())
@@ -471,16 +463,9 @@ class ChunkLoader:
         was = "; ".join(
             f"{name} was {then[name]!r} and is {stream.get(name)!r}" for name in changes
         )
-        remedy = "restore these settings"
-        # Of other rows the order differs too.
-        if not _ROWS.isdisjoint(changes):
-            was = "its rows were others"
-            if "rows" in changes:
-                was += f", {then['rows']:,}, and {stream['rows']:,} now"
-            remedy = "put the files back"
         raise ValueError(
-            f"cannot resume in the middle of an epoch: {was[:90]}; {remedy}, or begin a new run with its weights "
-            "(start.path)"
+            f"cannot resume in the middle of an epoch: {was[:90]}; put settings and files back, or begin a new run "
+            "with its weights (start.path)"
         )
 
     def stream_facts(self) -> dict[str, Any]:
