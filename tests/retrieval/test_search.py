@@ -39,6 +39,7 @@ def test_the_best_items_under_a_mask(
     bundle: Bundle, share: float | None, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is the stable sort of every item's own logit."""
+    monkeypatch.setattr(searching, "_PRODUCT_BLOCK", 1024)
     monkeypatch.setattr(searching, "_FIRST", 1024)
     draw = np.random.default_rng(k)
     search = ExactSearch(bundle)
