@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,23 +61,3 @@ def test_rows_brought_up_to_date_in_blocks_are_those_of_one_sweep_bit_for_bit() 
     assert [largest for _, largest in others] == [16, 7]
     for other, _ in others:
         assert all(torch.equal(other[name], value) for name, value in whole.items())
-
-
-@pytest.mark.gpu
-def test_batches_on_the_host_train_a_cuda_graph() -> None:
-    from torchrec_ext.capture.executors import cuda_graph
-
-    with Runtime.start("cuda") as runtime:
-        losses = []
-        for on_host in (False, True):
-            model, optimizer = sharded(runtime, *KINDS[0])
-            first, *rest = batches(20)
-            stepped(model, optimizer, first.to(runtime.device))
-            step = CapturedStep(model, optimizer, cuda_graph)
-            losses.append(
-                [
-                    float(step(batch if on_host else batch.to(runtime.device))[0])
-                    for batch in rest
-                ]
-            )
-        assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -432,33 +432,8 @@ class StepMemory:
                     memory[f"{parameter.name}/{name}"] = tensor
         return memory
 
-    def rows(
-        self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
-    ) -> RowClock | None:
-        """Returns the clock of a table's rows, see :meth:`tensors`; None if all rows are moved."""
-        if parameter.name not in self._rows:
-            return None
-        return RowClock(
-            *(tensors[f"{parameter.name}/{name}"] for name in RowClock._fields)
-        )
-
-    def state(
-        self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
-    ) -> list[Tensor]:
-        """Returns the optimizer's state of a parameter."""
-        return [
-            tensors[f"{parameter.name}/{index}"]
-            for index in range(len(parameter.state))
-        ]
-
-    def clock(
-        self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
-    ) -> Clock:
-        """Returns the step count and learning rate of a parameter."""
+    def clock(self, group: Group, tensors: Mapping[str, Tensor]) -> Clock:
+        """Returns the step count of a step on ``tensors``, and the learning rate of a group."""
         # By identity, because two groups may be equal.
-        index = next(
-            index
-            for index, group in enumerate(self._groups)
-            if group is parameter.group
-        )
+        index = [each is group for each in self._groups].index(True)
         return Clock(tensors["step"], tensors[f"rate {index}"])

@@ -161,17 +161,21 @@ def parts_of(memory: StepMemory, tensors: Mapping[str, Tensor]) -> list[StepPart
     """Returns the parts of a memory for one step on ``tensors``, the stand-ins of :meth:`StepMemory.tensors`."""
     parts = []
     for parameter in memory.parameters:
-        weight = tensors[parameter.name]
-        rows = memory.rows(parameter, tensors)
-        parts.append(
-            StepPart(
-                weight if rows is not None else weight.detach().requires_grad_(),
-                memory.state(parameter, tensors),
-                parameter.choice,
-                memory.clock(parameter, tensors),
-                rows,
-                parameter.table,
-                not parameter.sharded,
-            )
+        name = parameter.name
+        weight = tensors[name]
+        rows = None
+        if name in memory.row_tables:
+            rows = RowClock(*(tensors[f"{name}/{each}"] for each in RowClock._fields))
+        else:
+            weight = weight.detach().requires_grad_()
+        part = StepPart(
+            weight,
+            [tensors[f"{name}/{index}"] for index in range(len(parameter.state))],
+            parameter.choice,
+            memory.clock(parameter.group, tensors),
+            rows,
+            parameter.table,
+            not parameter.sharded,
         )
+        parts.append(part)
     return parts
