@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, TypeIs
 
-from torchrec_ext.distributed.runtime import gather_objects, refuse_differences
+from torchrec_ext.distributed.runtime import refuse_differences
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
 from torchrec_ext.distributed.sync_config import check_local_steps
 
@@ -498,17 +498,13 @@ class LocalSGD(EveryStep):
             (parameter.device for parameter in self._model.parameters()),
             torch.device("cpu"),
         )
-        # The maximum of the negated steps is minus the least number of steps, so one
-        # all-reduce finds both ends.
-        ends = torch.tensor([self._steps, -self._steps], device=device)
-        dist.all_reduce(ends, dist.ReduceOp.MAX)
-        most, least = ends.tolist()
-        if most != -least:
+        own = torch.tensor([self._steps], device=device)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        counts = torch.cat(gathered).tolist()
+        if len(set(counts)) > 1:
             steps = ", ".join(
-                f"rank {rank}: {count}"
-                for rank, count in enumerate(
-                    gather_objects(self._steps, dist.get_world_size())
-                )
+                f"rank {rank}: {count}" for rank, count in enumerate(counts)
             )
             raise UnevenStepsError(
                 f"ranks have taken unequal numbers of steps, {steps}: every rank's loader must give as many batches"

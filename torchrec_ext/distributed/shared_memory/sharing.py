@@ -128,23 +128,15 @@ def obstacle_to_sharing(group: dist.ProcessGroup) -> str:
 def _common_memory(group: dist.ProcessGroup) -> tuple[int, list[int], str]:
     """Returns a descriptor of memory that all ranks have open, their processes, and an obstacle. Collective."""
     ranks: list[_Rank] = _gathered(group, _described())
-    pids = []
-    obstacles = []
-    others = []
-    for number, rank in enumerate(ranks):
-        pids.append(rank.pid)
-        if rank.obstacle:
-            obstacles.append(f"on rank {number}: {rank.obstacle}")
-        if rank.host != ranks[0].host:
-            others.append(str(number))
-    if others:
-        obstacles = [
-            f"rank {', '.join(others[:3])} is on another host than rank 0, or of another user or container"
-        ]
+    pids = [rank.pid for rank in ranks]
     if group.size() > _MOST_RANKS:
-        obstacles = [f"the group has {group.size()} ranks, more than {_MOST_RANKS}"]
-    if obstacles:
-        return -1, pids, obstacles[0]
+        return -1, pids, f"the group has {group.size()} ranks, more than {_MOST_RANKS}"
+    for number, rank in enumerate(ranks):
+        if rank.obstacle:
+            return -1, pids, f"on rank {number}: {rank.obstacle}"
+        if rank.host != ranks[0].host:
+            other = "is on another host than rank 0, or of another user or container"
+            return -1, pids, f"rank {number} {other}"
     memory, obstacle = -1, ""
     if group.rank() == 0:
         memory, obstacle = _new_memory(library.load().memory_bytes(group.size()))
