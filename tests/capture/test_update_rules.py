@@ -122,7 +122,7 @@ def test_more_steps_than_are_kept_are_told_apart(
 
 @pytest.mark.parametrize(("eps", "most"), [(1e-3, 1e-4), (0.1, 1e-3)])
 def test_a_great_eps_changes_little(eps: float, most: float) -> None:
-    assert distance(0.02, adam(eps=eps)) < most
+    assert distance(0.02, adam(eps=eps), rate_of(CONSTANT)) < most
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-7])
