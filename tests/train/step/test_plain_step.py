@@ -22,9 +22,9 @@ from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step.plain import PlainStep
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
-    "adam": OptimizerConfig(
-        tables="adam", tables_lr=0.01, tables_l2=0.01, dense_weight_decay=0.1
-    ),
+    # by one kernel of torch
+    "adam": OptimizerConfig(tables="adam", tables_lr=0.01, tables_l2=0.01),
+    "adamw": OptimizerConfig(tables="adam", tables_lr=0.01, dense_weight_decay=0.1),
     "sgd": OptimizerConfig(
         tables="sgd",
         tables_lr=0.1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,96 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.sync import means_over_ranks
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.step.precision import Context, LossScaling
+
+
+class _Group(NamedTuple):
+    """A group of settings with its tensors; ``places`` are their indices among the parameters."""
+
+    settings: dict[str, Any]
+    places: list[int]
+    weights: list[Tensor]
+    first: list[Tensor]
+    second: list[Tensor]
+    steps: list[Tensor]
+
+
+class FusedAdam:
+    """Updates ``parameters`` exactly as ``optimizer`` does.
+
+    Args:
+        optimizer: optimizer that :meth:`fits`, after its first step, which creates its state.
+        parameters: all parameters of the optimizer.
+        weights: memory of these parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: HybridOptimizer,
+        parameters: Sequence[nn.Parameter],
+        weights: Sequence[Tensor],
+    ) -> None:
+        self._optimizer = optimizer
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        # Read once: a combined optimizer makes it anew each time.
+        state = optimizer.state
+        self._groups = []
+        for settings in optimizer.param_groups:
+            group = _Group(settings, [], [], [], [], [])
+            for parameter in settings["params"]:
+                index = index_of[id(parameter)]
+                group.places.append(index)
+                group.weights.append(weights[index].detach())
+                group.first.append(state[parameter]["exp_avg"])
+                group.second.append(state[parameter]["exp_avg_sq"])
+                group.steps.append(state[parameter]["step"])
+            self._groups.append(group)
+
+    @staticmethod
+    def fits(optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether an optimizer is plain Adam everywhere, without norm limit or weight decay, and has all states."""
+        choices = [*optimizer.table_choices.values(), *optimizer.layer_choices.values()]
+        state = optimizer.state
+        is_plain_adam = all(
+            choice.kind == "adam" and not choice.weight_decay for choice in choices
+        )
+        return (
+            is_plain_adam
+            and not optimizer.clip_norm
+            and all(state.get(parameter) for parameter in parameters)
+        )
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor | None]) -> bool:
+        """Takes one step by the parameters' gradients; returns False without a step if one is missing or not finite."""
+        # Once a step: comprehensions stay, because a loop of statements takes longer.
+        present_grads = [grad for grad in grads if grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present_grads)))
+        if len(present_grads) < len(grads) or not torch.isfinite(norm):
+            return False
+        for settings, places, weights, first, second, steps in self._groups:
+            beta1, beta2 = settings["betas"]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adam_(
+                *(
+                    weights,
+                    [present_grads[index] for index in places],
+                    first,
+                    second,
+                    [],
+                    steps,
+                ),
+                lr=settings["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=settings["weight_decay"],
+                eps=settings["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+        for call in self._optimizer.after_step:
+            call()
+        return True
+
 
 # 4 MiB: DistributedDataParallel's first bucket is 1 MiB, and only larger gradients hide
 # behind the backward.
@@ -105,6 +195,7 @@ class PlainStep:
             return tables[table].index_select(0, rows)
 
         self._model = lowered(model, static_bags(read, packed=False))
+        self._adam: FusedAdam | None = None
         self._together = together
         count = sum(leaf.numel() for leaf in self._leaves)
         is_small = count <= MOST_WEIGHTS and all(
@@ -116,8 +207,9 @@ class PlainStep:
             )
 
     def begin(self) -> None:
-        """Drops gradients of other steps, before the first of some plain steps."""
+        """Drops gradients and cached state of other steps, before the first of some plain steps."""
         self._optimizer.zero_grad()
+        self._adam = None
 
     def __call__(self, batch: TowerBatch) -> Any:
         """Trains on a batch and returns the model's output."""
@@ -126,11 +218,7 @@ class PlainStep:
         grads = self._gradients(loss)
         if self._together:
             grads = mean_gradients(grads, self._leaves)
-        for parameter, grad in zip(self._parameters, grads, strict=True):
-            parameter.grad = grad
-        self._optimizer.step()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._update(grads)
         return output
 
     def _gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
@@ -138,3 +226,18 @@ class PlainStep:
             loss = self._scaling.scale(loss)
         # Not backward(), because that would run the hooks of DistributedDataParallel.
         return torch.autograd.grad(loss, self._leaves, allow_unused=True)
+
+    def _update(self, grads: Sequence[Tensor | None]) -> None:
+        if self._adam is not None and self._adam.step(grads):
+            return
+        # The optimizer itself makes the first step, which creates its state, and
+        # handles missing and bad gradients.
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+        self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        if isinstance(self._optimizer, HybridOptimizer) and FusedAdam.fits(
+            self._optimizer, self._parameters
+        ):
+            self._adam = FusedAdam(self._optimizer, self._parameters, self._leaves)
