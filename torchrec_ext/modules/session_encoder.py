@@ -1,7 +1,8 @@
-"""SessionEncoder: positions and transformer layers over padded sequences, without tables and alike on all ranks."""
+"""SessionEncoder: positions and transformer layers over sequences, without tables and alike on all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -11,6 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torchrec_ext.modules.config import Position as Position
 from torchrec_ext.modules.tower import Activation, activation_layer
 from torchrec_ext.schema.validation import check_choice, check_least
+
+# (..., 3, H, d), query, key and value of H heads -> (..., H, d)
+Attend = Callable[[Tensor], Tensor]
 
 
 class TransformerLayer(nn.Module):
@@ -51,19 +55,17 @@ class TransformerLayer(nn.Module):
         self.activation = activation_layer(activation)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, steps: Tensor, mask: Tensor) -> Tensor:
-        """Returns (B, S, D) from (B, S, D); ``mask`` (B, 1, S, S), or broadcast to it, says which steps one reads."""
+    def forward(self, steps: Tensor, attend: Attend) -> Tensor:
+        """Returns (..., D) from (..., D); ``attend`` reads other steps of the same sequence."""
         if self.norm_first:
-            steps = steps + self._attention(self.attention_norm(steps), mask)
+            steps = steps + self._attention(self.attention_norm(steps), attend)
             return steps + self._network(self.network_norm(steps))
-        steps = self.attention_norm(steps + self._attention(steps, mask))
+        steps = self.attention_norm(steps + self._attention(steps, attend))
         return self.network_norm(steps + self._network(steps))  # type: ignore[no-any-return]
 
-    def _attention(self, steps: Tensor, mask: Tensor) -> Tensor:
+    def _attention(self, steps: Tensor, attend: Attend) -> Tensor:
         projected = self.projection(steps).unflatten(-1, (3, self.heads, -1))
-        query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.dropout(self.output(attended.transpose(1, 2).flatten(-2)))  # type: ignore[no-any-return]
+        return self.dropout(self.output(attend(projected).flatten(-2)))  # type: ignore[no-any-return]
 
     def _network(self, steps: Tensor) -> Tensor:
         return self.dropout(  # type: ignore[no-any-return]
@@ -141,19 +143,11 @@ class SessionEncoder(nn.Module):
     def forward(self, steps: Tensor, lengths: Tensor) -> Tensor:
         """Returns (B, S, D) of sequences padded at the end, (B, S, D), of ``lengths`` (B,); padding gets anything."""
         index = torch.arange(steps.shape[1], device=steps.device)
-        if self.positions is not None:
-            places = index
-            if not self._from_start:
-                places = (lengths[:, None] - 1 - index).clamp(min=0)
-            steps = steps + self.positions(places)
-        steps = self.dropout(steps)
-        # The first place is always attended to: a softmax over nothing has no value.
-        mask = ((index < lengths[:, None]) | (index == 0))[:, None, None, :]
-        if self.causal:
-            mask = mask & (index <= index[:, None])
-        for layer in self.layers:
-            steps = layer(steps, mask)
-        return self.norm(steps)  # type: ignore[no-any-return]
+        places = index
+        if not self._from_start:
+            places = (lengths[:, None] - 1 - index).clamp(min=0)
+        valid = index < lengths[:, None]
+        return self._encoded(steps, places, lambda each: self._attend(each, valid))
 
     def packed(self, steps: Tensor, lengths: Tensor) -> Tensor:
         """Returns (P, D) from the steps (P, D) of B sequences, one after the other, of ``lengths`` (B,).
@@ -176,29 +170,62 @@ class SessionEncoder(nn.Module):
             nothing = self(steps.new_zeros(1, 1, self.width), one)[0, :0]
             return steps + nothing  # type: ignore[no-any-return]
         starts = on_host.cumsum(0) - on_host
+        rows = torch.repeat_interleave(on_host)
+        index = torch.arange(len(rows)) - starts[rows]
+        if not self._from_start:
+            index = on_host[rows] - 1 - index
         # Each is padded by less than half of its length.
         sizes = on_host.clamp(min=1).float().log2().mul(2).ceil()
-        outputs: list[Tensor] = []
+        buckets: list[tuple[Tensor, Tensor]] = []
         order: list[Tensor] = []
         for size in sorted(set(sizes.tolist())):
             rows = ((sizes == size) & (on_host > 0)).nonzero()[:, 0]
             if not len(rows):
                 continue
             of_rows = on_host[rows][:, None]
-            index = torch.arange(int(of_rows.max()))
-            is_step = index < of_rows
+            steps_of_rows = torch.arange(int(of_rows.max()))
+            is_step = steps_of_rows < of_rows
             # Padding repeats the last step, so that it is an index too.
-            packed = starts[rows][:, None] + torch.minimum(index, of_rows - 1)
-            # Not steps[packed], because its backward adds number by number.
-            places = on_device(packed.flatten(), steps.device)
-            padded = steps.index_select(0, places)
-            padded = padded.view(*packed.shape, self.width)
-            encoded = self(padded, on_device(of_rows[:, 0], steps.device))
-            kept = on_device(is_step.flatten().nonzero()[:, 0], steps.device)
-            outputs.append(encoded.flatten(0, 1).index_select(0, kept))
-            order.append(packed[is_step])
-        back = on_device(torch.cat(order).argsort(), steps.device)
-        return torch.cat(outputs).index_select(0, back)
+            packed = starts[rows][:, None] + torch.minimum(steps_of_rows, of_rows - 1)
+            order.append(packed.masked_fill(~is_step, len(index)).flatten())
+            buckets.append(
+                (on_device(packed, steps.device), on_device(is_step, steps.device))
+            )
+        # Padding comes last, and no step takes it back.
+        back = on_device(torch.cat(order).argsort()[: len(index)], steps.device)
+
+        def attend(projected: Tensor) -> Tensor:
+            outputs = []
+            for places, valid in buckets:
+                # Not projected[places], because its backward adds number by number.
+                padded = projected.index_select(0, places.flatten())
+                padded = padded.view(*places.shape, *projected.shape[1:])
+                outputs.append(self._attend(padded, valid).flatten(0, 1))
+            return torch.cat(outputs).index_select(0, back)
+
+        return self._encoded(steps, on_device(index, steps.device), attend)
+
+    def _encoded(self, steps: Tensor, places: Tensor, attend: Attend) -> Tensor:
+        if self.positions is not None:
+            steps = steps + self.positions(places)
+        steps = self.dropout(steps)
+        for layer in self.layers:
+            steps = layer(steps, attend)
+        return self.norm(steps)  # type: ignore[no-any-return]
+
+    def _attend(self, projected: Tensor, valid: Tensor) -> Tensor:
+        """Returns (B, S, H, d) from (B, S, 3, H, d); ``valid`` (B, S) is false for padding, which is at the end."""
+        query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
+        mask = None
+        # Of causal attention no step before the padding reads it.
+        if not self.causal:
+            # The first place is always read: a softmax over nothing has no value.
+            first = torch.arange(valid.shape[1], device=valid.device) == 0
+            mask = (valid | first)[:, None, None, :]
+        attended = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=self.causal
+        )
+        return attended.transpose(1, 2)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ ranks, and C = R x P.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -193,10 +193,12 @@ def catalogue_softmax(
     candidates = to_float32(candidates)
     padding = candidate_ids == 0
     target_scores = (states * positives).sum(dim=1)
-    # Rows of a table fit 32 bits, which are compared in half the time of 64.
-    others: Tensor = _LogSumExp.apply(  # type: ignore[no-untyped-call]
-        states, candidates, targets.int(), candidate_ids.int()
+    leave_out = (
+        _hidden_hits(targets, candidate_ids)
+        if states.is_cuda
+        else _indexed_hits(targets, candidate_ids)
     )
+    others: Tensor = _LogSumExp.apply(states, candidates, padding, leave_out)  # type: ignore[no-untyped-call]
     scale = (num_items / (~padding).sum().to(states)).log()
     return softplus(others + scale - target_scores)
 
@@ -213,29 +215,30 @@ class _LogSumExp(torch.autograd.Function):
         ctx: Any,
         states: Tensor,
         candidates: Tensor,
-        targets: Tensor,
-        candidate_ids: Tensor,
+        padding: Tensor,
+        leave_out: _LeaveOut,
     ) -> Tensor:
         sums = states.new_empty(len(states))
         # Scores of bfloat16 would be up to .06 off.
         with torch.autocast(states.device.type, enabled=False):
-            for block, scores in _scores(states, candidates, targets, candidate_ids):
+            for block, scores in _scores(states, candidates, padding, leave_out):
                 # Subtracted before exp, which overflows beyond 88.
                 greatest = scores.amax(dim=1, keepdim=True)
                 sums[block] = (
                     scores.sub_(greatest).exp_().sum(dim=1).log_().add_(greatest[:, 0])
                 )
-        ctx.save_for_backward(states, candidates, targets, candidate_ids, sums)
+        ctx.save_for_backward(states, candidates, padding, sums)
+        ctx.leave_out = leave_out
         return sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        states, candidates, targets, candidate_ids, sums = ctx.saved_tensors
+        states, candidates, padding, sums = ctx.saved_tensors
         state_gradient = torch.empty_like(states)
         candidate_gradient = torch.zeros_like(candidates)
         with torch.autocast(states.device.type, enabled=False):
-            for block, scores in _scores(states, candidates, targets, candidate_ids):
+            for block, scores in _scores(states, candidates, padding, ctx.leave_out):
                 shares = (
                     scores.sub_(sums[block, None]).exp_().mul_(gradient[block, None])
                 )
@@ -245,17 +248,49 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def _scores(
-    states: Tensor, candidates: Tensor, targets: Tensor, candidate_ids: Tensor
+    states: Tensor, candidates: Tensor, padding: Tensor, leave_out: _LeaveOut
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields slices of states with their scores.
 
     A score that is left out is the least finite number and not -inf, with which the gradient of an empty sum is NaN.
     """
     least = torch.finfo(states.dtype).min
-    bias = torch.zeros_like(candidates[:, 0]).masked_fill(candidate_ids == 0, least)
+    bias = torch.zeros_like(candidates[:, 0]).masked_fill(padding, least)
     size = max(1, SCORES_PER_BLOCK // max(len(candidates), 1))
     for start in range(0, len(states), size):
         block = slice(start, min(start + size, len(states)))
         scores = torch.addmm(bias, states[block], candidates.T)
-        scores.masked_fill_(targets[block, None] == candidate_ids, least)
+        leave_out(block, scores, least)
         yield block, scores
+
+
+# Writes a number into those of a block's scores whose candidate is the target.
+_LeaveOut = Callable[[slice, Tensor, float], None]
+
+
+def _hidden_hits(targets: Tensor, candidate_ids: Tensor) -> _LeaveOut:
+    """Leaves targets out by a comparison with all candidates, without a wait for the GPU."""
+
+    def leave_out(block: slice, scores: Tensor, least: float) -> None:
+        scores.masked_fill_(targets[block, None] == candidate_ids, least)
+
+    return leave_out
+
+
+def _indexed_hits(targets: Tensor, candidate_ids: Tensor) -> _LeaveOut:
+    """Leaves targets out by the (row, column) of each, found once."""
+    # Once for all blocks, forward and backward.
+    ordered, columns = candidate_ids.sort()
+    first = torch.searchsorted(ordered, targets)
+    counts = torch.searchsorted(ordered, targets, right=True) - first
+    rows = torch.repeat_interleave(counts)
+    nth = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    hits = columns[first[rows] + nth]
+    bounds = counts.cumsum(0)
+
+    def leave_out(block: slice, scores: Tensor, least: float) -> None:
+        begin = int(bounds[block.start - 1]) if block.start else 0
+        end = int(bounds[block.stop - 1])
+        scores[rows[begin:end] - block.start, hits[begin:end]] = least
+
+    return leave_out
