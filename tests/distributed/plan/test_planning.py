@@ -193,7 +193,7 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
             name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim
         )
 
-    def plan(*tables: EmbeddingBagConfig) -> None:
+    def plan(*tables: EmbeddingBagConfig, kind: Any = "sgd") -> None:
         model = two_tower(list(tables), [table("b", 9)], device=META)
         gpus = Runtime(world_size=8, local_world_size=8, device=torch.device("cuda"))
         cached = PlanConfig(
@@ -202,7 +202,7 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
             cache_load_factor=0.1,
             memory_gb=1,
         )
-        plan_sharding(model, gpus, cached, optimizer=OptimizerConfig(tables="sgd"))
+        plan_sharding(model, gpus, cached, optimizer=OptimizerConfig(tables=kind))
 
     here = "torchrec_ext.distributed.plan.planner"
     with (
@@ -210,8 +210,12 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
         unittest.mock.patch(f"{here}.available_memory", return_value=2**40),
     ):
         plan(config(300_000_000, 8))
-        with pytest.raises(PlanError, match=r"no sharding plan fits 8 rank\(s\) of"):
-            plan(config(300_000_000, 8), config(1_000_000, 128))
+        tables = config(300_000_000, 8), config(1_000_000, 128)
+        fault = r"no sharding plan fits 8 rank\(s\) of .* add ranks or plan\.memory_gb"
+        with pytest.raises(PlanError, match=rf"{fault}$"):
+            plan(*tables)
+        with pytest.raises(PlanError, match=rf"{fault}, or take row_wise_adagrad$"):
+            plan(*tables, kind="adagrad")
 
 
 def test_constraints_of_torchrec_win() -> None:

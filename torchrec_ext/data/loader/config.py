@@ -67,6 +67,8 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
+            if not isinstance(value, int):
+                raise ValueError(f"loader.{name}={value!r}: must be a whole number")
             check_least(f"loader.{name}", value, least)
         check_choice("loader.sampling", self.sampling, get_args(Sampling))
         if self.device not in (None, "cpu", "cuda"):

@@ -241,13 +241,14 @@ class Checkpointer:
         if first.startswith(f"{CheckpointError.__name__}: "):
             return first.partition(": ")[2]
         # torch's text does not say it. An object store says nothing about its room.
-        if (
-            not self.folder.remote
-            and shutil.disk_usage(self.folder.address).free < 2**20
+        if not self.folder.remote and (
+            # as torch's writer of zip files says it
+            "unexpected pos" in first
+            or shutil.disk_usage(self.folder.address).free < 2**20
         ):
             first = "no space is left; make room, or lower checkpoint.keep"
-        path = self.folder.path(step)
-        return f"checkpoint '{path}' could not be written: {first}; the one before it is as it was"
+        before = "; the one before it is as it was" if self.folder.steps() else ""
+        return f"checkpoint '{self.folder.path(step)}' could not be written: {first}{before}"
 
 
 class _Copies(AsyncStager):
