@@ -67,6 +67,12 @@ PREPARED: dict[str, tuple[str, Any, bool, str]] = {
         True,
         r"column 'label', row 2: nan, in 1 rows: a label is from 0 to 1",
     ),
+    "a label that is missing": (
+        "label",
+        [0.0, 1.0, None, 1.0],
+        False,
+        r"test\.parquet: row group 0, column 'label', row 2: None, in 1 rows: a label is from 0 to 1",
+    ),
     "an empty user": (
         "user",
         ["u", "", "", "v"],

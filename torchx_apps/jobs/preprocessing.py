@@ -98,7 +98,7 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
     rules = []
     for name in labels:
         value = f"CAST({quoted(name)} AS DOUBLE)"
-        bad = f"({value} NOT BETWEEN 0 AND 1 OR NOT {finite(value)})"
+        bad = f"({value} IS NULL OR {value} NOT BETWEEN 0 AND 1 OR NOT {finite(value)})"
         remedy = f"a label is from 0 to 1, such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
         rules.append(_Rule(name, bad, remedy))
     ids = _read_for(prepared, prepared.user, prepared.item)
