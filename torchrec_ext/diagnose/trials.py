@@ -19,7 +19,6 @@ from torchrec_ext.diagnose.findings import (
     gain_of,
 )
 
-# Lines that run as pasted.
 ADOPT = (
     "from torchrec_ext.adopt import adopt",
     "step = adopt(model, optimizer, loss)",

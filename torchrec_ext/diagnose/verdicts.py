@@ -12,6 +12,7 @@ from torchrec_ext.diagnose.costs import (
     finding_of,
     held_lines,
     launched_seconds,
+    ratios_of,
     seconds_without_ops,
     swept_seconds,
     synced_seconds,
@@ -25,6 +26,7 @@ from torchrec_ext.diagnose.findings import (
     Facts,
     Finding,
     Remedy,
+    gain_of,
     in_ms,
 )
 from torchrec_ext.diagnose.trials import ADOPT
@@ -163,13 +165,13 @@ def untouched_rows(facts: Facts) -> Finding | None:
         f"if it leaves these tables alone, the step takes {changed_text(facts, 'still_tables')} instead of "
         f"{in_ms(facts.median('step'))}",
     ]
-    name = (
-        "nn.Embedding(..., sparse=True), moved by SparseAdam, and Adam for the layers"
-    )
+    name = "the tables with sparse=True, moved by SparseAdam, and Adam for the layers"
     changes = Change.OTHER
     if facts.optimizers and {"SGD", "Adagrad"}.issuperset(facts.optimizers):
         # Both make the same step of sparse gradients as of dense ones.
-        name = f"nn.Embedding(..., sparse=True), as {mover} reads it; weight_decay must be 0"
+        name = (
+            f"the tables with sparse=True, as {mover} reads it; weight_decay must be 0"
+        )
         changes = Change.ROUNDING
     adopted = "adopt: the step captured, and rows moved when they are next read"
     if facts.l2:
@@ -197,8 +199,9 @@ def untouched_rows(facts: Facts) -> Finding | None:
 
 
 def _adopted(facts: Facts, name: str) -> list[Remedy]:
-    """Returns adopt as a remedy; none if it refuses the step."""
-    if "captured" in facts.not_measured:
+    """Returns adopt as a remedy; none if it refuses the step, or was measured not to help."""
+    measured = facts.captured and gain_of(ratios_of(facts.captured)).helps == "no"
+    if measured or "captured" in facts.not_measured:
         return []
     if facts.batch_shapes < _RAGGED:
         return [Remedy(name=name, changes=Change.ROUNDING, lines=ADOPT)]
