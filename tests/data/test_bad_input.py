@@ -17,7 +17,12 @@ pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.files.sources import read_columns
-from torchrec_ext.data.preprocess import Categorify, Preprocessor, read_csv
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FillMissing,
+    Preprocessor,
+    read_csv,
+)
 from torchrec_ext.data.preprocess.columns import read_cells
 from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.data.sets import load_set
@@ -328,6 +333,38 @@ def test_read_csv_takes_no_text_for_another_value(kind: str, tmp_path: Path) -> 
             with pytest.raises(DataError, match=rule) as caught:
                 read_csv(con, path, {"x": kind})
             assert len(str(caught.value)) < 200 + len(str(tmp_path))
+
+
+def test_read_csv_takes_one_character_between_values(tmp_path: Path) -> None:
+    path = tmp_path / "ratings.dat"
+    path.write_text("1::2\n")
+    fault = r"ratings\.dat: .*; mend it, or give its delim"
+    with connected(None) as con, pytest.raises(DataError, match=fault):
+        read_csv(con, path, {"x": "BIGINT"}, delimiter="::")
+
+
+def test_integers_are_read_as_the_float64_that_pandas_writes_with_a_null(
+    tmp_path: Path,
+) -> None:
+    files = {
+        "a": pa.array([1.5, None, 2.5]),
+        "b": pa.array([3, 4]),
+        "c": pa.nulls(1),
+        "day": pa.array([5, 6]),
+        "text": pa.array(["7"]),
+    }
+    for name, values in files.items():
+        pq.write_table(pa.table({"x": values}), tmp_path / f"{name}.parquet")
+    steps = [FillMissing(column="x", value=0.0)]
+    training = str(tmp_path / "[abc].parquet")
+    fitted = Preprocessor(steps).fit(training)
+    for source, numbers in ((training, [1.5, 0, 2.5, 3, 4, 0]), ("day", [5, 6])):
+        path = source if source == training else tmp_path / f"{source}.parquet"
+        fitted.transform(path, tmp_path / "out", overwrite=True)
+        made = pq.read_table(tmp_path / "out")["x"].to_pylist()
+        assert made == numbers, source
+    with pytest.raises(DataError, match=r"'x' is string, in fitting it is float64"):
+        fitted.transform(tmp_path / "text.parquet", tmp_path / "others")
 
 
 def test_read_csv_keeps_what_is_meant(tmp_path: Path) -> None:

@@ -50,3 +50,11 @@ def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> Non
 def test_a_chunk_has_equally_many_rows_in_all_columns() -> None:
     with pytest.raises(ValueError, match=r"equally many rows, got \{'a': 2, 'b': 3\}"):
         Chunk({"a": Column(np.zeros(2)), "b": Column(np.zeros(3))})
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 2], [1, 3], [0, 4, 3], [], np.array([0, 3], np.int32)]
+)
+def test_offsets_must_fit_the_values(offsets: list[int] | np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"int64 and rise from 0 to the 3 values, got"):
+        Column(np.arange(3), np.array(offsets, getattr(offsets, "dtype", np.int64)))

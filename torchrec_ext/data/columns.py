@@ -40,7 +40,10 @@ class Column:
 
     Args:
         values: (B,), or (sum of lengths,) with ``offsets``, or (B, W) for a ragged column with W values in each row.
-        offsets: (B + 1,) int64, rising from 0 to the number of values, or None. They are not checked.
+        offsets: (B + 1,) int64, rising from 0 to the number of values, or None.
+
+    Raises:
+        ValueError: the offsets are others, such as lengths, whose rows would be other rows.
     """
 
     __slots__ = ("_pool", "_values", "_windows")
@@ -50,6 +53,15 @@ class Column:
             # A matrix is a ragged column with equally long rows.
             offsets = np.arange(len(values) + 1, dtype=np.int64) * values.shape[1]
             values = values.reshape(-1)
+        if offsets is not None and (
+            offsets.dtype != np.int64
+            or [*offsets[:1], *offsets[-1:]] != [0, len(values)]
+            or (np.diff(offsets) < 0).any()
+        ):
+            raise ValueError(
+                f"offsets must be int64 and rise from 0 to the {len(values)} values, got {offsets.dtype} {offsets}; "
+                "from_lengths() takes lengths"
+            )
         self._pool = values
         self._values: Array | None = values
         self._windows = None if offsets is None else Windows(offsets[:-1], offsets[1:])

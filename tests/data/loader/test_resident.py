@@ -162,6 +162,15 @@ def test_lists_of_any_length_are_gathered_inside_of_a_step(
     assert not any(isinstance(step, DrawnStep) for step in loader.steps())
     sizes = set()
     for step, expected in zip(loader.steps(inside=True), right, strict=True):
+        bags = [expected.sparse, *([expected.shared.sparse] if shared else [])]
+        ragged = {
+            key
+            for each in bags
+            for key, of_key in each.to_dict().items()
+            if (of_key.lengths() != 1).any()
+        }
+        # A captured step takes all other keys for one id a row.
+        assert expected.lists is None or ragged <= {*expected.lists}
         if not isinstance(step, DrawnStep):
             assert equal(step, expected)
             continue

@@ -354,7 +354,7 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
 
     refused(r"preprocessor\.json: no such file; name the whole folder")
     rewrite(folder, version=1)
-    refused(r"format version 1, this package reads 2; preprocess the log again")
+    refused(r"format version 1, this package reads 3; preprocess the log again")
     rewrite(folder, steps=[{"step": "Categorfy", "fields": {}}])
     refused(r"cannot be read \(KeyError: 'Categorfy'\); copy the folder again")
     rewrite(

@@ -192,7 +192,9 @@ class PopularityNegatives(RejectionNegatives):
         # Whole numbers with a sum below 2 ** 53 are exact in float64.
         units = np.rint(weights * (2.0**52 / weights.sum()))
         self._units = np.concatenate([[0.0], np.maximum(units, 1.0)])
-        total = self._units.sum()
+        # Once, because a sum over all items costs more than a batch's draws.
+        self._sums = np.cumsum(self._units)
+        total = self._sums[-1]
         self.share: Float64 = self._units / total
         self._log_p = np.log(
             self.share, where=self.share > 0, out=np.full(num_items + 1, -np.inf)
@@ -211,7 +213,7 @@ class PopularityNegatives(RejectionNegatives):
 
     def propose(self, numbers: Float64) -> Int64:
         """See :meth:`RejectionNegatives.propose`."""
-        return _by_units(self._units, numbers)
+        return _by_sums(self._sums, numbers)
 
     def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
         """See :meth:`RejectionNegatives.draw_untaken`."""
@@ -220,13 +222,12 @@ class PopularityNegatives(RejectionNegatives):
             rows = users == user
             units = self._units.copy()
             units[self.known.of_user(user)] = 0.0
-            drawn[rows] = _by_units(units, numbers[rows])
+            drawn[rows] = _by_sums(np.cumsum(units), numbers[rows])
         return drawn
 
 
-def _by_units(units: Float64, numbers: Float64) -> Int64:
-    """Draws places in proportion to whole ``units``, by a number in [0, 1) for each."""
-    sums = np.cumsum(units)
+def _by_sums(sums: Float64, numbers: Float64) -> Int64:
+    """Draws places in proportion to whole units, given their running sums, by a number in [0, 1) for each."""
     # Rounding can make a number below 1, times the sum, the sum itself.
     places = np.minimum(np.floor(numbers * sums[-1]), sums[-1] - 1)
     return np.asarray(sums.searchsorted(places, side="right"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
@@ -102,6 +103,16 @@ def is_list_column(raw: str) -> bool:
 def element(raw: str) -> str:
     """Returns the raw type of one value of a list column, or the type of a scalar column itself."""
     return raw[len("list<") : -1] if is_list_column(raw) else raw
+
+
+def widens(kind: str, wider: str) -> bool:
+    """Says whether a column of a raw type can be read as another one: pandas writes integers with a null as float64.
+
+    Example:
+        >>> widens("int64", "float64"), widens("float64", "int64")
+        (True, False)
+    """
+    return kind == wider or (kind in ("int64", "float32") and wider == "float64")
 
 
 def id_type(dtype: pa.DataType) -> pa.DataType:
@@ -490,9 +501,11 @@ def as_times(array: pa.Array) -> pa.Array:
             return _from_iso(array)
         # There is no such day, and Arrow does not say in which row.
         except pa.ArrowInvalid:
-            row = 0
-            while _is_time(array.slice(row, 1)):
-                row += 1
+            row = bisect_left(
+                range(len(array)),
+                True,
+                key=lambda last: not _are_times(array.slice(0, last + 1)),
+            )
     error = ValueError(_ISO_RULE)
     error.row = row  # type: ignore[attr-defined]
     raise error
@@ -510,7 +523,7 @@ def _from_iso(array: pa.Array) -> pa.Array:
     return pc.binary_join_element_wise(array, zone, "").cast(pa.timestamp("us", "UTC"))
 
 
-def _is_time(array: pa.Array) -> bool:
+def _are_times(array: pa.Array) -> bool:
     try:
         _from_iso(array)
     except pa.ArrowInvalid:

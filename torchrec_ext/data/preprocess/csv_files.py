@@ -84,19 +84,19 @@ def read_csv(
             skipped[f"{path}: line {row.number}"] = wrong
             return "skip"
 
-        options = {
-            "read_options": arrow_csv.ReadOptions(
-                column_names=names, block_size=_BLOCK, use_threads=False
-            ),
-            "parse_options": arrow_csv.ParseOptions(
-                delimiter=delimiter,
-                quote_char=quote or False,
-                newlines_in_values=line_breaks,
-                invalid_row_handler=skip,
-            ),
-        }
         before = len(skipped)
         try:
+            options = {
+                "read_options": arrow_csv.ReadOptions(
+                    column_names=names, block_size=_BLOCK, use_threads=False
+                ),
+                "parse_options": arrow_csv.ParseOptions(
+                    delimiter=delimiter,
+                    quote_char=quote or False,
+                    newlines_in_values=line_breaks,
+                    invalid_row_handler=skip,
+                ),
+            }
             rows = _insert(con, table, path, types, encoding, options)
             found = rows + len(skipped) - before + (names is None)
             if quote:
@@ -211,7 +211,7 @@ def _check_lines(
     with io.BufferedReader(_opened(path, encoding), 2**20) as file:
         for number, line in enumerate(file, 1):
             # Arrow leaves blank lines out.
-            lines += not line.isspace()
+            lines += line not in (b"\n", b"\r\n")
             marks = line.count(quote)
             quotes += marks
             if marks % 2:

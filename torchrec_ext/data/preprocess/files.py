@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.files.sources import ParquetSource, PathLike
-from torchrec_ext.data.preprocess.columns import missing_column, raw_type
+from torchrec_ext.data.preprocess.columns import missing_column, raw_type, widens
 from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.schema import DataError
 
@@ -38,9 +38,11 @@ def scan(
             if only is not None and name not in only:
                 continue
             other = source.type_of(name, number)
-            kind = raw_type(other)
-            # DuckDB reads all files by the first one's types.
-            if other != dtype and (kind is None or kind != raw_type(dtype)):
+            kind, wider = raw_type(other), raw_type(dtype)
+            # DuckDB reads all files by the first one's types. Of a column without a value pandas knows none.
+            if other not in (dtype, pa.null()) and not (
+                kind and wider and widens(kind, wider)
+            ):
                 raise DataError(
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "
                     "with the same types"

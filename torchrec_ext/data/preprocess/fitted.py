@@ -587,7 +587,7 @@ def requests_sql(
 
 
 # 1: zones as tables of numbers, steps for Ibis.
-VERSION = 2
+VERSION = 3
 STEPS: Mapping[str, type[Step]] = {
     step.__name__: step
     for step in (

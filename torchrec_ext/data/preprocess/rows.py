@@ -23,6 +23,7 @@ from torchrec_ext.data.files.arrow import not_utf8, one_piece
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.preprocess.columns import (
     arrow_type,
+    widens,
     working_type,
 )
 from torchrec_ext.data.preprocess.files import ROW_GROUP, raw_types, scan
@@ -216,13 +217,13 @@ class Opened:
     files: Sequence[ParquetSource] = ()
 
     def check_types(self, expected_types: Mapping[str, str], elsewhere: str) -> None:
-        """Refuses a column with another type than it has elsewhere.
+        """Refuses a column with another type than it has elsewhere; float32 and integers are read as float64.
 
         Raises:
             DataError: the types differ; the message names column, types and remedy.
         """
         for name, kind in expected_types.items():
-            if self.raw[name] != kind:
+            if not widens(self.raw[name], kind):
                 raise DataError(
                     f"{self.where}: column '{name}' is {self.raw[name]}, {elsewhere} it is {kind}; write it with that "
                     "type"
