@@ -104,7 +104,6 @@ def test_mistakes_are_one_line(
     items = folder / "items"
     for flags, what in (
         (["--out", out, "--refresh", out], "say one of --out"),
-        (["--out", out, "--catalogue", items], "column '' is missing"),
         (["--out", out, "--delete=1"], "--delete: a store that is written whole"),
         (["--refresh", out, "--store=fp16"], "--store fp16: is for --out"),
         (["--out", out], "the bundle does not know column 'item'"),
