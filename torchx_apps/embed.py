@@ -142,6 +142,8 @@ def _check(options: EmbedOptions) -> None:
         raise ValueError(
             f"--store {options.store}: is for --out; a store keeps its type when it is refreshed"
         )
+    if options.catalogue and not options.id:
+        raise ValueError("--id: name the column with the ids")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torchrec_ext.retrieval.columns import Columns
 from torchrec_ext.retrieval.manifest import (
     BundleError,
     Manifest,
+    bundle_folder,
     file_digests,
     write_manifest,
 )
@@ -48,6 +49,17 @@ def refusal(folder: Path) -> str:
     assert "\n" not in message
     assert len(message.replace(str(folder), "")) <= 200
     return message
+
+
+def test_a_pointer_that_is_being_written_names_no_bundle_beside_it(
+    folder: Path,
+) -> None:
+    pointer = folder.parent / "pointer"
+    pointer.write_text("bundle\n")
+    assert bundle_folder(pointer) == folder
+    pointer.write_text("")
+    with pytest.raises(ValueError, match="there is none in"):
+        bundle_folder(pointer)
 
 
 @pytest.mark.parametrize("metric", ["product", "top_nn"])

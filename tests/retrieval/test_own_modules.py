@@ -212,6 +212,14 @@ class Whole(nn.Module):
         return (self.user(user) * (self.item(item) - mean)).sum(1)
 
 
+class Bent(Whole):
+    """Nearly a product, as long as numbers are small."""
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        score = 100 * (self.user(user) * self.item(item)).sum(1)
+        return score + 1e-6 * score * score * score
+
+
 class Case(NamedTuple):
     model: Callable[[], nn.Module]
     query: list[str]
@@ -230,6 +238,7 @@ CASES = {
     "target in attention": Case(Targeted, ["history"], ["item"]),
     "parametrizations": Case(Parametrized, ["user", "profile"], ["content"]),
     "a whole table": Case(Whole, ["user"], ["item"], product=True),
+    "nearly a product": Case(Bent, ["user"], ["item"]),
     "bags": Case(
         Bags, ["history", "recent"], ["item"], product=True, oov={"history": 0}
     ),
@@ -300,7 +309,14 @@ def row(case: Case, user: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(CASES, "parametrizations", "sessions", "bags", "target in attention"),
+    mostly_slow(
+        CASES,
+        "parametrizations",
+        "sessions",
+        "bags",
+        "target in attention",
+        "nearly a product",
+    ),
 )
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]
@@ -513,6 +529,8 @@ def test_unknown_ids_read_the_rows_that_are_named_or_are_refused(
 @pytest.mark.parametrize(
     ("oov", "named"),
     [
+        ({"itme": -1}, "'itme': -1 must be a row of a table"),
+        ({"user": -1}, "'user': -1 must be a row of a table"),
         ({"itme": 0}, r"'itme': 0 must be a row .*: item \(rows 0 to 49\), user \("),
         ({"content": 0}, "'content': 0 must be a row of a table that its values look"),
         (

@@ -169,7 +169,8 @@ def test_pages_and_probes(client: Client, folder: Path) -> None:
         assert page.status == 200
         assert "default-src 'none'" in page.headers["content-security-policy"]
     digest = Bundle.load(folder, verify=False).digest
-    assert client.get("/healthz").json == {"status": "ok"}
+    for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
+        assert client.get("/healthz", Host=host).json == {"status": "ok"}
     ready = client.get("/readyz").json
     assert (ready["bundle"], ready["refused"]) == (digest, None)
     shown = client.get("/v1/bundle").json

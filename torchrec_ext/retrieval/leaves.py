@@ -161,7 +161,7 @@ def _check_oov(given: Given, columns: Mapping[str, ModelColumn]) -> None:
     """Refuses a row of unknown ids that would have no effect, or is no row."""
     rows = {name: column.rows for name, column in columns.items() if column.rows}
     for name, row in given.oov_ids.items():
-        if row >= rows.get(name, 0):
+        if not 0 <= row < rows.get(name, 0):
             tables = listed(
                 f"{each} (rows 0 to {size - 1})" for each, size in sorted(rows.items())
             )

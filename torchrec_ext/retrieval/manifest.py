@@ -183,7 +183,9 @@ def bundle_folder(pointer: Path) -> Path:
     if pointer.is_file():
         with pointer.open("rb") as file:
             text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
-        target = pointer.parent / text
+        # A file that is being written may be empty for a moment, and names no folder.
+        if text:
+            target = pointer.parent / text
     for folder in (target, target / _OF_A_RUN):
         # Unlike Path.is_file(), returns False for an invalid name.
         if os.path.isfile(folder / BUNDLE_MANIFEST):

@@ -311,16 +311,15 @@ class Scorer:
         side = self.bundle.candidate
         if request.side == "query":
             side = self.bundle.query
-        found = []
+        rows, places = [], []
         for index, row in enumerate(request.rows):
             where = f"rows[{index}]"
             number = self._row(row, where) if request.side == "query" else -1
-            columns = self._columns(side, row, number, where)
-            found.append(_embedded(side, columns, where))
+            rows.append(self._columns(side, row, number, where))
+            places.append(where)
+        vectors, unknown = _embedded(side, rows, places)
         return Embedded(
-            vectors=[vector.tolist() for vector, _ in found],
-            unknown_features=[unknown for _, unknown in found],
-            bundle=self.digest,
+            vectors=vectors.tolist(), unknown_features=unknown, bundle=self.digest
         )
 
     def nearest(self, request: NearestRequest) -> Nearest:
@@ -357,7 +356,7 @@ class Scorer:
             source, known = "live", row >= 0
             side = self.bundle.query
             columns = self._columns(side, user, row, "user")
-            query, unknown = _embedded(side, columns, "user")
+            (query,), (unknown,) = _embedded(side, [columns], ["user"])
             if self._id_features:
                 known = set(self._id_features).isdisjoint(unknown)
         fields = {
@@ -488,15 +487,18 @@ class Scorer:
 
 
 def _embedded(
-    side: Side, row: Mapping[str, Any], where: str
-) -> tuple[Floats, list[str]]:
-    """Returns the (W,) output of a row with all columns, and its columns with a value mapped to the unknown row.
+    side: Side, rows: Sequence[Mapping[str, Any]], places: Sequence[str]
+) -> tuple[Floats, list[list[str]]]:
+    """Returns (B, W) outputs of rows with all columns, and each row's columns with a value mapped to the unknown row.
 
-    ``where`` is the field of the row.
+    ``places`` are the fields of the rows.
     """
+    # Rows are read together, which takes a quarter of the time of one by one.
+    where = places[0] if len(rows) == 1 else "rows"
+    columns = side.columns
     try:
-        read = side.columns.read_row(row)
-        vector: Floats = side(read.columns)[0]
+        read = columns.read_row(rows[0]) if len(rows) == 1 else columns.read(rows)
+        vectors = side(read.columns)
     # The bundle's audit ran the same graph, so it is these values that it cannot take.
     except GraphError as error:
         why = f"the model cannot take these values ({error.why}); send others"
@@ -504,11 +506,14 @@ def _embedded(
     except (ValueError, OverflowError, TypeError) as error:
         # The column where the message names one: a form shows it beside its field.
         named = re.search(r"column '([^']+)'", str(error))
-        if named and named[1] in side.columns.raw:
+        if named and named[1] in columns.raw and len(rows) == 1:
             where = f"{where}.{named[1]}"
         raise RequestError(where, str(error)) from None
-    _check_vector(vector, where)
-    return vector, [name for name, mask in read.unknown.items() if mask[0]]
+    unknown = []
+    for row, (vector, place) in enumerate(zip(vectors, places, strict=True)):
+        _check_vector(vector, place)
+        unknown.append([name for name, mask in read.unknown.items() if mask[row]])
+    return vectors, unknown
 
 
 def _check_vector(vector: Floats, where: str) -> None:

@@ -370,16 +370,19 @@ class GraphSplit:
         if pairs.weights or width != self.candidate.width or targets - _ALGEBRA:
             return None
         draw = torch.Generator().manual_seed(0)
-        # One number of both alone gives the factor to the last digit.
+        # One number of both alone gives the factor to the last digit. Small and large
+        # numbers tell a constant and a higher power from a product.
         first = torch.eye(1, width)
-        queries = torch.cat([first, torch.randn(_TRIED, width, generator=draw)])
-        rows = torch.cat([first, torch.randn(_TRIED, width, generator=draw)])
+        sizes = torch.logspace(-2, 2, _TRIED)[:, None]
+        queries, rows = (
+            torch.cat([first, sizes * torch.randn(_TRIED, width, generator=draw)])
+            for _ in range(2)
+        )
         logits = torch.stack([pairs(query[None], rows) for query in queries])
         factor = float(logits[0, 0])
-        products = factor * queries @ rows.T
-        is_product = torch.allclose(
-            logits, products, rtol=1e-4, atol=1e-4 * abs(factor)
-        )
+        norms = torch.outer(queries.norm(dim=1), rows.norm(dim=1))
+        errors = (logits - factor * queries @ rows.T).abs()
+        is_product = bool((errors <= 1e-5 * abs(factor) * norms).all())
         return factor if is_product else None
 
 

@@ -19,7 +19,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.step.plain import PlainStep
+from torchrec_ext.train.step.plain import PlainStep, mean_gradients
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     # by one kernel of torch
@@ -52,7 +52,7 @@ def compared(
             optimizer=config,
         )
         if plain:
-            step = PlainStep(model, optimizer)
+            step = PlainStep(model, optimizer, together=runtime.world_size > 1)
             step.begin()
             losses = [step(batch).loss for batch in given[:-1]]
             # and the sharded model goes on from there
@@ -73,7 +73,8 @@ def compared(
             abs(float(one - other))
             for one, other in zip(losses, other_losses, strict=True)
         ),
-        "weights": farthest(state, other_state),
+        # They are gathered on rank 0.
+        "weights": farthest(state, other_state) if runtime.is_main else 0.0,
         "state": max(
             (distance(whole(one), whole(other)) for one, other in pairs), default=0.0
         ),
@@ -100,7 +101,13 @@ def of_a_run(runtime: Runtime, amp: Any) -> list[Any]:
 
 
 def laws(runtime: Runtime) -> dict[str, Any]:
-    given = list(batches(30))
+    # As many ids as rows, and not one in each.
+    uneven = next(
+        batch
+        for batch in batches(10_000, seed=1)
+        if batch.sparse["history"].values().numel() == len(batch.labels)
+    )
+    given = [*batches(29), uneven, *batches(1)]
     return {
         "by optimizer": {
             name: compared(
@@ -123,6 +130,24 @@ def refused(runtime: Runtime) -> str:
     with pytest.raises(CannotCaptureError) as told:
         PlainStep(parallel, optimizer)
     return str(told.value)
+
+
+def of_two(runtime: Runtime) -> tuple[dict[str, float], list[Any]]:
+    given = list(batches(8, rank=runtime.rank, world_size=2))
+    far = compared(runtime, lambda: small_model(META), given, OPTIMIZERS["adam"])
+    ones = torch.ones(3)
+    grads = [ones * runtime.rank, None if runtime.rank else ones, None]
+    return far, mean_gradients(grads, [ones] * 3)
+
+
+def test_two_ranks_step_by_their_mean_gradients() -> None:
+    for far, means in run_ranks(of_two, 2):
+        assert max(far.values()) < 1e-5
+        assert [None if each is None else each.tolist() for each in means] == [
+            [0.5] * 3,
+            [0.5] * 3,
+            None,
+        ]
 
 
 @pytest.fixture(scope="module")
