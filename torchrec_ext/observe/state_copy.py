@@ -186,12 +186,14 @@ class StateCopy:
             yield partial(tensor.requires_grad_, tensor.requires_grad)
             if tensor.grad is not None:
                 yield from self._copies([tensor.grad], most)
-        address = _address(tensor)
+        # A DTensor has no storage of its own.
+        local = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+        address = _address(local)
         if not address or not self._is_new(address):
             return
-        storage = tensor.untyped_storage()
+        storage = local.untyped_storage()
         if self._fits(storage.nbytes(), most):
-            numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            numbers = torch.empty(0, dtype=torch.uint8, device=local.device)
             numbers.set_(storage)
             yield partial(numbers.copy_, numbers.clone())
 
