@@ -260,6 +260,11 @@ def test_a_session_may_be_longer_than_the_model_reads(
     users = bundle.users
     assert users is not None
     assert len(ranked(bundle, int(users.ids.ids([0])[0]), 5)) == 5
+    # What a user named by id took last, which the rows held out, is in the session.
+    for user in range(5):
+        items = bundle.items.ids.arrow().take(users.seen(user)).to_pylist()
+        assert items
+        assert set(items) <= set(users.features(user)["session"][0])
 
 
 class MyTask(Task):

@@ -424,7 +424,8 @@ def _items(
     state = fitted.state_of(item)
     if not raw and isinstance(state, Vocabulary):
         return pa.table({key: state.values})
-    return table(con, f"{_last_of_each([rows], key, raw)} ORDER BY {quoted(key)}")
+    values = {name: quoted(name) for name in raw}
+    return table(con, f"{_last_of_each([rows], key, values)} ORDER BY {quoted(key)}")
 
 
 def _users(
@@ -446,8 +447,17 @@ def _users(
     for step in histories:
         not_last |= {step.time, *step.sent}
     columns = [name for name in steps.request_columns if name not in not_last]
-    rows = [open_source(source, [key, *columns], con) for source in splits]
-    users = table(con, _last_of_each(rows, key, columns))
+    values = {name: quoted(name) for name in columns}
+    names = [key, *columns]
+    if SESSION in steps.outputs and roles.item:
+        (session,) = fitted.only([SESSION]).request_columns
+        (item,) = fitted.only([roles.item]).request_columns
+        # A session ends before its row's item, which is what the user took last.
+        if fitted.raw[session] == f"list<{fitted.raw[item]}>":
+            values[session] = f"list_append({quoted(session)}, {quoted(item)})"
+            names.append(item)
+    rows = [open_source(source, names, con) for source in splits]
+    users = table(con, _last_of_each(rows, key, values))
     if len(users) > NAMED:
         print(
             f"{len(users):,} users are more than the {NAMED:,} that a bundle knows by id: its requests are whole rows",
@@ -473,13 +483,14 @@ def _users(
     return table(con, f"SELECT * FROM {view} ORDER BY {quoted(key)}")
 
 
-def _last_of_each(splits: Sequence[Opened], key: str, columns: Sequence[str]) -> str:
-    """Returns SQL for a row for each value of ``key`` in the first split, with its last row's values of ``columns``."""
-    names = ", ".join(map(quoted, [key, *columns]))
+def _last_of_each(
+    splits: Sequence[Opened], key: str, values: Mapping[str, str]
+) -> str:
+    """Returns SQL for a row for each value of ``key`` in the first split, with its last row's ``values`` by name."""
+    made = [f"{value} AS {quoted(name)}" for name, value in values.items()]
+    names = ", ".join([quoted(key), *made])
     # The last row's values, also where one of them is null.
-    last = [
-        f"arg_max_null({quoted(name)}, {ROW}) AS {quoted(name)}" for name in columns
-    ]
+    last = [f"arg_max_null({quoted(name)}, {ROW}) AS {quoted(name)}" for name in values]
     rows = " UNION ALL ".join(f"SELECT {names} FROM {each.view}" for each in splits)
     return (
         f"SELECT {', '.join([quoted(key), *last])} FROM (SELECT *, row_number() OVER () AS {ROW} FROM ({rows})) "
