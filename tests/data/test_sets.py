@@ -264,3 +264,22 @@ def test_a_new_value_of_a_held_out_row_is_unknown_and_numbers_nothing_anew(
     assert rows_of(other, "train")["spot"].values.tolist() == [1, 2, 1, 2]
     assert rows_of(other, "test")["spot"].values.tolist() == [1, 2, 1, 0]
     assert other.vocab["spot"] == same.vocab["spot"] == 3
+
+
+def test_a_file_with_labels_may_have_integers_or_no_value_where_another_has_floats(
+    tmp_path: Path,
+) -> None:
+    columns = {
+        "train": (pa.array([1.0, None, 3.0]), pa.array(["a", "b", "a"])),
+        "validation": (pa.array([3, 2, 1]), pa.nulls(3)),
+        "test": (pa.nulls(3), pa.array(["b", "c", "a"])),
+    }
+    for part, (price, city) in columns.items():
+        rows = {"label": [0, 1, 0], "price": price, "city": city}
+        pq.write_table(pa.table(rows), tmp_path / f"{part}.parquet")
+    data = load_set(DataConfig(name=str(tmp_path)), "labels")
+    made = [data.rows(part) for part in columns]
+    prices = [[-1, 0, 1], [1, 0, -1], [0, 0, 0]]
+    assert [each["price"].values.tolist() for each in made] == prices
+    cities = [[1, 2, 1], [0, 0, 0], [2, 0, 1]]
+    assert [each["city"].values.tolist() for each in made] == cities

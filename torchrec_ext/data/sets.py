@@ -7,6 +7,7 @@ differ in their columns alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +181,10 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
         for name in columns.keys() - train.keys():
             left_out[name] = f"{file.name} has it, and train.parquet has not"
     left_out |= _without_lists(train)
+    for columns, name in itertools.product(read.values(), train):
+        # Of a column without a value a file has no type.
+        if pa.types.is_null(columns[name].type):
+            columns[name] = columns[name].cast(train[name].type)
     rows = [{name: columns[name] for name in train} for columns in read.values()]
     notes = []
     for part, columns in zip(files, rows, strict=True):
