@@ -360,6 +360,7 @@ def tied(*names: str) -> nn.Module:
 
 
 REFUSED_NETWORKS: list[tuple[Callable[[], list[nn.Module]], str]] = [
+    (lambda: [Names()], "1 networks: a stack has two or more"),
     (lambda: [NCF(0), NCF(1, width=9)], "(9, 20)"),
     (lambda: [Scaled(1.0), Scaled(2.0)], "scale is 2.0 in network 1, 1.0 in"),
     (
@@ -424,6 +425,27 @@ def test_networks_that_are_not_of_one_shape_are_refused(
     with pytest.raises(ValueError, match=re.escape(told)) as refused:
         Stack(networks, loss, [1e-3] * len(networks))
     assert len(str(refused.value)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (F.relu, F.relu),
+        (partial(F.dropout, p=0.1), partial(F.dropout, p=0.1)),
+        # Equal sets in another order, as copies of one may be.
+        ({0, 8}, {8, 0}),
+        # The first of these strings are one object, the others are two.
+        (["item"] * 2, ["item", "".join("item")]),
+        (np.ones(2), np.ones(2)),
+    ],
+)
+def test_networks_whose_attributes_are_equal_are_taken(one: Any, other: Any) -> None:
+    networks = networks_with(one, other)
+    for network in networks:
+        network.own_hooks = [1.0]
+    made = partial(torch.optim.Adagrad, initial_accumulator_value=0.5)
+    stacked = Stack(networks, loss, [0.1, 0.1], made, compile=False)  # type: ignore[arg-type]
+    assert stacked.state_dict()["bias/0"].tolist() == [[0.5], [0.5]]
 
 
 class Writes(nn.Linear):
@@ -508,7 +530,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "does not depend on a weight of the network",
     ),
     "recurrent": (
-        lambda: steps(lambda network, x: network(x)[0].mean(), nn.GRU(3, 1)),
+        lambda: steps(
+            lambda network, x: network(x)[0].mean(), nn.GRU(3, 1), nn.GRU(3, 1)
+        ),
         "the network is GRU, of which .*: write a loop over nn.GRUCell",
     ),
 }

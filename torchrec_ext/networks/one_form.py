@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import reprlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -33,7 +34,10 @@ def check_networks(networks: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: naming the first difference, or the module.
     """
-    first = form(networks[0])
+    # Of one alone nothing would tell a weight that it holds by a second name.
+    if len(networks) < 2:
+        raise ValueError(f"{len(networks)} networks: a stack has two or more")
+    first: Form = {}
     for number, network in enumerate(networks):
         check_model(network)
         for path, module in network.named_modules():
@@ -41,7 +45,9 @@ def check_networks(networks: Sequence[nn.Module]) -> None:
                 kind = type(module).__name__
                 rest = f" is {kind}, of which torch.func.vmap has no batched form: write a loop over nn.{kind}Cell"
                 raise ValueError(line(path or "the network", rest))
-        found = difference(first, form(network))
+        this = form(network)
+        first = first or this
+        found = difference(first, this)
         if found is not None:
             path, here, there = found
             rest = (
@@ -76,9 +82,12 @@ def form(network: nn.Module) -> Form:
                 children = [(own, places.get(id(each))) for own, each in value.items()]
                 parts[below] = Part(str(list(value)), children)
             else:
-                # The keys of hooks are numbers that torch has counted up.
-                held = list(value.values()) if "_hooks" in name else value
-                parts[below] = Part(reprlib.repr(value)[:40], _pickled(held, places))
+                held = [value]
+                if "_hooks" in name and isinstance(value, OrderedDict):
+                    # Their keys are numbers that torch has counted up.
+                    held = list(value.values())
+                pickled = [_pickled(each, places) for each in held]
+                parts[below] = Part(reprlib.repr(value)[:40], pickled)
     return parts
 
 
@@ -105,6 +114,8 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, places: Mapping[int, str]) -> None:
         super().__init__(file)
+        # Without a memo, by which strings that are equal and not the same would differ.
+        self.fast = True
         self._places = places
 
     def persistent_id(self, value: Any) -> Any:
@@ -114,6 +125,9 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, MethodType):
             # Pickled, it is its name alone.
             return "method", value.__func__, value.__self__
+        if isinstance(value, set | frozenset):
+            # Equal ones may be in another order, as a copy is.
+            return type(value), sorted(_pickled(each, self._places) for each in value)
         if isinstance(value, Tensor):
             if id(value) in self._places:
                 raise ValueError("a weight by a second name, which no step would train")

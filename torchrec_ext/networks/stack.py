@@ -108,13 +108,14 @@ class Stack:
         self.networks = networks
         first = networks[0]
         moved = [each for each in first.parameters() if each.requires_grad]
-        rules = update_rules(first, [optimizer(moved, lr=1.0, **settings)])  # type: ignore[call-arg]
+        made = optimizer(moved, lr=1.0, **settings)  # type: ignore[call-arg]
+        rules = update_rules(first, [made])
         device = moved[0].device
         self._count = torch.zeros((), device=device)
         self._rates = numbers.to(device)
         self._factor = torch.ones((), device=device)
         self._member = _Member(_without_values(first), loss)
-        fill = float(settings.get("initial_accumulator_value", 0.0))
+        fill = float(made.defaults.get("initial_accumulator_value", 0.0))
         own = [
             dict((*network.named_parameters(), *network.named_buffers()))
             for network in networks
