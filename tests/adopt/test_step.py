@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import torchrec_ext
 import torchrec_ext.adopt.step as adopted
 from tests.adopt import pairs as pairs_of
 from tests.adopt.pairs import D, logistic
@@ -289,6 +290,17 @@ def odd() -> Case:
     return case(model, loss, batch=draw, by=adam)
 
 
+def read_by_a_package() -> Case:
+    """A loss of this package's reads a table whole, without a gradient: its trace names no line of the user's."""
+    source = """def loss(model, criterion, *batch):
+        return criterion(*batch) * (1 + model.user.weight.detach().square().mean())"""
+    defined: dict[str, Any] = {}
+    exec(compile(source, torchrec_ext.__file__, "exec"), defined)
+    made = of_pairs(USERS, ITEMS)
+    loss = functools.partial(defined["loss"], made.model, made.loss)
+    return made._replace(loss=loss)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "Adam": of_pairs,
     "Adam, row by row": adam_and(),
@@ -319,6 +331,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "machine": lambda: case(Machine()),
     "pairwise": pairwise,
     "odd": odd,
+    "read by a package": read_by_a_package,
 }
 
 
@@ -393,6 +406,8 @@ def check(name: str, count: int) -> None:
     if name == "all items":
         line = r"test_step.py:\d+ \(scores = self.user"
         assert re.search(rf"as a dense layer: item.weight \(.*{line}", described)
+    if name == "read by a package":
+        assert "as a dense layer: user.weight" in described
     if name in ("AdamW", "SGD of large weights", "clipped"):
         # Decay of all rows and a limited norm leave tables row by row.
         assert "moved row by row: user.weight, item.weight" in described
@@ -466,6 +481,17 @@ class Branching(Pairs):
 class Noisy(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return super().forward(user, item) * (1.0 if random.random() < 0.5 else 2.0)
+
+
+NEIGHBOURS = torch.eye(FEW).to_sparse()
+
+
+class OverAGraph(Pairs):
+    """LightGCN's product: the neighbours of each item, by a sparse matrix."""
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        items = torch.sparse.mm(NEIGHBOURS, self.item.weight)
+        return (self.user(user) * F.embedding(item, items)).sum(1)
 
 
 class Packed(Pairs):
@@ -590,6 +616,10 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "random": (
         lambda: case(Noisy()),
         rf"{HERE}\(return super.*\) (cannot be traced by torch.compile|depends on values)",
+    ),
+    "sparse matrix": (
+        lambda: case(OverAGraph()),
+        rf"{HERE}\(items = .*\) reads a sparse matrix; take F.embedding_bag\(columns, dense, row",
     ),
     "packed": (
         lambda: case(Packed()),

@@ -24,6 +24,7 @@ from torchrec_ext.adopt.reads import WRITES, the_ids, the_loss
 from torchrec_ext.capture.compiled import SKIPPED, real_inputs
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import depends_on_values
+from torchrec_ext.capture.step import trained
 from torchrec_ext.observe.user_lines import (
     UNKNOWN,
     first_line,
@@ -68,6 +69,7 @@ def changed_between_calls() -> str:
     return f"{line}: a value changes from step to step; give it to the step as a tensor"
 
 
+_STEP = trained.__code__.co_filename
 _VALUES = (
     "data-dependent",
     "data dependent",
@@ -94,6 +96,11 @@ def untraceable(error: BaseException) -> CannotAdopt:
         )
     if any(word in text.lower() for word in _VALUES):
         return CannotAdopt(values_needed(line))
+    if "sparse tensor" in text.lower():
+        return CannotAdopt(
+            f"{line} reads a sparse matrix; take F.embedding_bag(columns, dense, row_ptr, mode='sum', "
+            "per_sample_weights=values)"
+        )
     skipped = SKIPPED.search(text) or _BUILTIN.search(text)
     raised = _RAISED.search(text)
     if skipped:
@@ -313,11 +320,11 @@ class StepGraph:
         matrices = {}
         for name in late:
             for node in self._placeholders[self.parameters[name]].users:
-                # the_ids() names the table; the step itself reads it outside of the user's lines.
-                if node.target is not the_ids and node in self._forward:
-                    line = _line_of(node)
-                    if line != UNKNOWN:
-                        matrices[name] = line
+                frames = re.findall(r'File "([^"]+)"', node.stack_trace or "")
+                # the_ids() names the table, and trained() detaches it.
+                is_own = node.target is the_ids or frames[-1:] == [_STEP]
+                if not is_own and node in self._forward:
+                    matrices[name] = _line_of(node)
         return matrices
 
     def _place_of_loss(self) -> int:
