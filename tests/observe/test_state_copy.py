@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import Optimizer
 
 from tests.diagnose.programs import Training, mlp, trained, training
 from torchrec_ext.capture import executors
@@ -125,8 +129,10 @@ def test_what_a_step_reaches_is_reached() -> None:
         def __init__(self) -> None:
             self.inner = {"model": [model]}
 
-        def train(self, scale: float, x: torch.Tensor) -> None:
-            optimizer.zero_grad()
+        def train(
+            self, scale: float, x: torch.Tensor, *, moved: Optimizer = optimizer
+        ) -> None:
+            moved.zero_grad()
             (scale * self.inner["model"][0](x)).mean().backward()
 
     state = StateCopy(functools.partial(Trainer().train, 2.0))
@@ -172,6 +178,22 @@ def test_tensors_without_bytes_as_a_captured_graph_has_them_do_no_harm() -> None
         module.weight.add_(1)
     state.restore()
     assert module.weight.equal(weight)
+
+
+def test_a_distributed_tensor_is_put_back() -> None:
+    """As fully_shard makes of each parameter."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        module = nn.Linear(2, 1)
+        module.weight = nn.Parameter(distribute_tensor(torch.ones(1, 2), mesh))
+        state = StateCopy(module)
+        with torch.no_grad():
+            module.weight.mul_(2)
+        state.restore()
+        assert module.weight.to_local().tolist() == [[1.0, 1.0]]  # type: ignore[operator]
+    finally:
+        dist.destroy_process_group()
 
 
 # ----------------------------------------------------- what programs keep outside of it

@@ -124,6 +124,10 @@ class TrainingLoop:
         self.turn_steps = _STEPS[0]
         self.not_measured: dict[str, str] = {}
         self.notes: list[str] = []
+        if hasattr(batches, "__next__"):
+            self.notes.append(
+                "batches is an iterator: those that experiments took are gone, unless iter() begins it anew"
+            )
         self._step = called_with(fn, self.source.first)
 
     # ---------------------------------------------------------------- the loop as it is

@@ -81,6 +81,7 @@ def _values(each: Any) -> Iterator[Any]:
         if not is_library(each.__module__):
             yield from map(content_of, each.__closure__ or ())
             yield from each.__defaults__ or ()
+            yield from (each.__kwdefaults__ or {}).values()
             yield from globals_of(each).values()
     elif isinstance(each, types.MethodType):
         yield from (each.__self__, each.__func__)

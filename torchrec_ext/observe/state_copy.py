@@ -186,12 +186,16 @@ class StateCopy:
             yield partial(tensor.requires_grad_, tensor.requires_grad)
             if tensor.grad is not None:
                 yield from self._copies([tensor.grad], most)
-        address = _address(tensor)
+        local: Any = tensor.detach()
+        # A DTensor has no storage of its own.
+        if hasattr(local, "to_local"):
+            local = local.to_local()
+        address = _address(local)
         if not address or not self._is_new(address):
             return
-        storage = tensor.untyped_storage()
+        storage = local.untyped_storage()
         if self._fits(storage.nbytes(), most):
-            numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            numbers = torch.empty(0, dtype=torch.uint8, device=local.device)
             numbers.set_(storage)
             yield partial(numbers.copy_, numbers.clone())
 
