@@ -86,8 +86,8 @@ def form(network: nn.Module) -> Form:
                 if "_hooks" in name and isinstance(value, OrderedDict):
                     # Their keys are numbers that torch has counted up.
                     held = list(value.values())
-                content = [_pickled(each, places) for each in held]
-                parts[below] = Part(reprlib.repr(value)[:40], content)
+                pickled = [_pickled(each, places) for each in held]
+                parts[below] = Part(reprlib.repr(value)[:40], pickled)
     return parts
 
 

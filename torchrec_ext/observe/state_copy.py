@@ -186,8 +186,10 @@ class StateCopy:
             yield partial(tensor.requires_grad_, tensor.requires_grad)
             if tensor.grad is not None:
                 yield from self._copies([tensor.grad], most)
+        local: Any = tensor.detach()
         # A DTensor has no storage of its own.
-        local = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+        if hasattr(local, "to_local"):
+            local = local.to_local()
         address = _address(local)
         if not address or not self._is_new(address):
             return
