@@ -425,6 +425,16 @@ def test_an_adopted_model_learns_what_the_users_own_loop_learns(name: str) -> No
     check(name, 7)
 
 
+def test_a_step_is_captured_while_autograd_looks_for_anomalies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """RecBole's sequential models switch it on at their import."""
+    with torch.autograd.set_detect_anomaly(True):
+        check("Adagrad, sparse", 7)
+        assert torch.is_anomaly_enabled()
+    assert "set_detect_anomaly is on" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_compiled_step_learns_the_same(compiled: None) -> None:
     check("padding, row by row", 9)

@@ -244,6 +244,16 @@ CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
         {"line_breaks": True, "broken": 9},
         r"line \d+: a quote without its end",
     ),
+    "a quote inside of a value": (
+        [csv(HEADER, (50, '1,"c"1",0'))],
+        {},
+        r"line 52: a quote inside of a value is not doubled; mend it",
+    ),
+    "a quote behind a backslash": (
+        [csv(HEADER, (50, r'1,"c \" 1",0'))],
+        {},
+        r"line 52: a quote inside of a value is not doubled",
+    ),
     "missing in the second file": (
         [csv(HEADER), "usr,city,label\n1,c,0\n"],
         {},

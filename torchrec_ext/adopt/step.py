@@ -274,6 +274,10 @@ class AdoptedStep:
             _, progress = engine_for(self._user_step.device)
             self._changes = Changes(self.optimizers)
             self._user_step.say(f"{progress} ...")
+            if torch.is_anomaly_enabled():
+                self._policy.note(
+                    "torch.autograd.set_detect_anomaly is on: captured steps do not look for NaN in gradients"
+                )
             self._captures.seen = self._watch.seen
             self._is_capturing = True
         except CannotCaptureError as error:

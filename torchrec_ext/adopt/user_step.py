@@ -79,10 +79,6 @@ class UserStep:
         check_model(self.model)
         update_rules(self.model, self.optimizers)
         engine_for(self.device)
-        if torch.is_anomaly_enabled():
-            raise CannotAdopt(
-                "torch.autograd.set_detect_anomaly is on, which has no captured form; switch it off"
-            )
         if self.autocast_dtype() == torch.float16:
             raise CannotAdopt(
                 "autocast computes in float16, whose gradients need a GradScaler; take torch.bfloat16, which needs none"

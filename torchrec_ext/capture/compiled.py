@@ -10,6 +10,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -199,7 +200,14 @@ class CompiledCall:
         if code is not None:
             return code(*args)
         try:
-            with self._settings, warnings.catch_warnings():
+            # Anomaly detection reads every gradient's values, which a trace does not
+            # have.
+            anomaly = (
+                torch.autograd.set_detect_anomaly(False)
+                if torch.is_anomaly_enabled()
+                else nullcontext()
+            )
+            with self._settings, anomaly, warnings.catch_warnings():
                 # A page about what it cannot trace, which an error says in a line.
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
                 return self._compiled(*args)

@@ -483,9 +483,7 @@ def _users(
     return table(con, f"SELECT * FROM {view} ORDER BY {quoted(key)}")
 
 
-def _last_of_each(
-    splits: Sequence[Opened], key: str, values: Mapping[str, str]
-) -> str:
+def _last_of_each(splits: Sequence[Opened], key: str, values: Mapping[str, str]) -> str:
     """Returns SQL for a row for each value of ``key`` in the first split, with its last row's ``values`` by name."""
     made = [f"{value} AS {quoted(name)}" for name, value in values.items()]
     names = ", ".join([quoted(key), *made])

@@ -100,9 +100,8 @@ def read_csv(
             rows = _insert(con, table, path, types, encoding, options)
             found = rows + len(skipped) - before + (names is None)
             if quote:
-                _check_lines(
-                    path, encoding, quote.encode(), found, line_breaks=line_breaks
-                )
+                marks = (quote.encode(), delimiter.encode())
+                _check_lines(path, encoding, marks, found, line_breaks=line_breaks)
         except DataError:
             raise
         except (pa.ArrowException, OSError, LookupError, ValueError) as error:
@@ -203,21 +202,36 @@ def _opened(path: Path, encoding: str) -> Any:
 
 
 def _check_lines(
-    path: Path, encoding: str, quote: bytes, found: int, *, line_breaks: bool
+    path: Path,
+    encoding: str,
+    marks: tuple[bytes, bytes],
+    found: int,
+    *,
+    line_breaks: bool,
 ) -> None:
-    """Refuses a file whose values hold lines: with ``line_breaks`` if its last value has no end."""
+    """Refuses lines within values, and quotes that are not doubled; with ``line_breaks`` a last value without end."""
+    q, d = map(re.escape, marks)
+    # Each value is without a quote, or between two, and holds only doubled ones.
+    value = rb"(?:%b[^%b]*(?:%b%b[^%b]*)*%b|[^%b%b\r\n]*)" % (q, q, q, q, q, q, q, d)
+    whole = re.compile(rb"%b(?:%b%b)*[\r\n]*" % (value, d, value))
     lines = quotes = 0
-    odd = 0
+    odd = loose = 0
     with io.BufferedReader(_opened(path, encoding), 2**20) as file:
         for number, line in enumerate(file, 1):
             # Arrow leaves blank lines out.
             lines += line not in (b"\n", b"\r\n")
-            marks = line.count(quote)
-            quotes += marks
-            if marks % 2:
+            count = line.count(marks[0])
+            quotes += count
+            if count % 2:
                 odd = odd or number
+            if count and not loose and not whole.fullmatch(line):
+                loose = number
     if quotes % 2 if line_breaks else lines > found:
         raise DataError(
             f"{path}: line {odd}: a quote without its end or a line break in a value: {lines:,} lines, {found:,} rows; "
             "mend it, or read_csv(line_breaks=True) if breaks are meant, quote='' if quotes are text"
+        )
+    if loose and not line_breaks:
+        raise DataError(
+            f"{path}: line {loose}: a quote inside of a value is not doubled; mend it, or quote='' if quotes are text"
         )
