@@ -448,15 +448,15 @@ def _users(
         not_last |= {step.time, *step.sent}
     columns = [name for name in steps.request_columns if name not in not_last]
     values = {name: quoted(name) for name in columns}
-    names = [key, *columns]
+    read = [key, *columns]
     if SESSION in steps.outputs and roles.item:
         (session,) = fitted.only([SESSION]).request_columns
         (item,) = fitted.only([roles.item]).request_columns
         # A session ends before its row's item, which is what the user took last.
         if fitted.raw[session] == f"list<{fitted.raw[item]}>":
             values[session] = f"list_append({quoted(session)}, {quoted(item)})"
-            names.append(item)
-    rows = [open_source(source, names, con) for source in splits]
+            read.append(item)
+    rows = [open_source(source, read, con) for source in splits]
     users = table(con, _last_of_each(rows, key, values))
     if len(users) > NAMED:
         print(
