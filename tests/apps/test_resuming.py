@@ -110,6 +110,7 @@ def test_a_run_goes_on_with_the_records_up_to_its_checkpoint(
     assert others == [whole, whole]
 
 
+@pytest.mark.slow
 def test_a_million_records_do_not_grow_a_checkpoint_and_are_gone_on_with(
     tmp_path: Path,
 ) -> None:

@@ -175,7 +175,8 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
     data = load(write(tmp_path / "plays", inter=LOG), "sessions", history_length=3)
     assert data.features == ("user_id", "item_id", "session")
     assert data.tables["session"] == "item_id"
-    assert raw(data, "users")["session"] == [[10, 20, 30], [20, 10, 30]]
+    # To the end, the held-out item included: what a user known by id took last.
+    assert raw(data, "users")["session"] == [[10, 20, 30, 20], [20, 10, 30, 40]]
     assert raw(data, "items")["item_id"] == [10, 20]
 
 

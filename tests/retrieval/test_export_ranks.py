@@ -120,6 +120,7 @@ def sharded_dlrm(runtime: Runtime, folder: Path) -> str:
     return export(model, out, catalogue=catalogue, queries=pa.table(queries)).digest
 
 
+@pytest.mark.slow
 def test_a_dlrm_in_distributed_model_parallel_is_proven_too(tmp_path: Path) -> None:
     (digest,) = set(run_ranks(sharded_dlrm, 2, tmp_path))
     bundle = Bundle.load(tmp_path / "sharded")

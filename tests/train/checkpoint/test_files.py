@@ -243,6 +243,7 @@ def _set_aside(folder: str) -> None:
     CheckpointFolder(folder).set_aside(1)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_a_rollback_the_newest_left_is_of_the_former_run(
     two: Path, tmp_path: Path
 ) -> None:
