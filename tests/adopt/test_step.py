@@ -851,7 +851,9 @@ def test_steps_whose_number_changes_in_each_stay_eager_and_its_line_is_named(
             losses.append(float(step(*batch)[0]))
         return losses
 
-    eager, captured, _ = both_ways(lambda: case(Tempered()), loop)
+    eager, captured, step = both_ways(lambda: case(Tempered()), loop)
+    # Each step has had another one, so that none is captured any more.
+    assert step.describe().startswith("eager")
     text = (
         r"test_step.py:\d+ \(return super.*: a value changes from step to step; give it"
     )

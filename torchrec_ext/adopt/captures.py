@@ -148,7 +148,10 @@ class Captures:
         """Has Dynamo trace the step of a batch, with the memory that it needs."""
         self.settle()
         self._graph_count += 1
+        if self._graph_count > 2 * GRAPHS:
+            raise EndOfCaptureError(changed_between_calls())
         if self._graph_count > GRAPHS:
+            # States with a graph may come again.
             raise CannotAdopt(changed_between_calls())
         check_model(self._user_step.model)
         rules = update_rules(self._user_step.model, self._user_step.optimizers)

@@ -15,7 +15,7 @@ class BadIdError(Exception):
 
 
 class EndOfCaptureError(CannotAdopt):
-    """No batch can be captured any more, because the first captured step failed and was taken back."""
+    """No batch is captured any more: the first captured step failed and was taken back, or each step is another one."""
 
 
 class HalfStepError(Exception):
