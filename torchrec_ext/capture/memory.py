@@ -129,12 +129,6 @@ class RowTable:
         before = (self.clock.step - 1).int()
         return caught_up(rows, state, since, before, self.rows, self.choice)
 
-    def stepped(
-        self, ids: Tensor, rows: Tensor, grad: Tensor, state: list[Tensor]
-    ) -> list[Tensor]:
-        """Returns rows and state of ids (n,) after this step."""
-        return self.clock.stepped(rows, grad, state, self.choice, table=True)
-
     def leaves(self) -> list[Tensor]:
         """Returns the tensors to differentiate for :meth:`move`, one for each read."""
         return [leaf for _, leaf, _ in self._reads]
@@ -164,7 +158,7 @@ class RowTable:
         rows = torch.cat([leaf.detach() for leaf in leaves])
         state = [torch.cat(parts) for parts in zip(*states, strict=True)]
         grad, _ = self.gradients(grads)
-        new = self.stepped(ids, rows, grad, state)
+        new = self.clock.stepped(rows, grad, state, self.choice, table=True)
         # A row that was read twice is written twice, but with the same values.
         for target, value in zip([self.weight, *self.state], new, strict=True):
             target.index_put_((ids,), value)

@@ -179,14 +179,14 @@ class SessionEncoder(nn.Module):
         buckets: list[tuple[Tensor, Tensor]] = []
         order: list[Tensor] = []
         for size in sorted(set(sizes.tolist())):
-            rows = ((sizes == size) & (on_host > 0)).nonzero()[:, 0]
-            if not len(rows):
+            alike = ((sizes == size) & (on_host > 0)).nonzero()[:, 0]
+            if not len(alike):
                 continue
-            of_rows = on_host[rows][:, None]
-            steps_of_rows = torch.arange(int(of_rows.max()))
-            is_step = steps_of_rows < of_rows
+            counts = on_host[alike][:, None]
+            nth = torch.arange(int(counts.max()))
+            is_step = nth < counts
             # Padding repeats the last step, so that it is an index too.
-            packed = starts[rows][:, None] + torch.minimum(steps_of_rows, of_rows - 1)
+            packed = starts[alike][:, None] + torch.minimum(nth, counts - 1)
             order.append(packed.masked_fill(~is_step, len(index)).flatten())
             buckets.append(
                 (on_device(packed, steps.device), on_device(is_step, steps.device))

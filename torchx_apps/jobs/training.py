@@ -156,7 +156,7 @@ def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> 
             seconds=seconds,
             collectives=report.collectives_of(runtime),
         )
-        tested = _tested(folder, task, evaluator, runtime)
+        tested = _tested(folder, evaluator, runtime)
         bundle = ""
         try:
             # Before EASE, which may need more memory than there is: a run that ends
@@ -222,7 +222,7 @@ def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
 
 
 def _tested(
-    folder: RunFolder | None, task: Task, evaluator: Evaluator, runtime: Runtime
+    folder: RunFolder | None, evaluator: Evaluator, runtime: Runtime
 ) -> report.Tested:
     """Evaluates on the test rows, and writes the figures at once; every rank calls it, rank 0 with the folder."""
     figures = evaluator.test()
