@@ -158,7 +158,17 @@ def export_of(model: nn.Module, folder: Path, **options: Any) -> None:
     export(model, folder, **{**given, **options})
 
 
-def test_what_cannot_be_served_is_refused_by_name(first: First, tmp_path: Path) -> None:
+def test_an_index_of_logits_that_are_no_product_is_refused(
+    first: First, tmp_path: Path
+) -> None:
+    pytest.importorskip("faiss")
+    with pytest.raises(BundleError, match=r"index='HNSW8': FAISS searches products"):
+        export_of(
+            first.model, tmp_path / "bundle", index="HNSW8", renewal=first.renewal
+        )
+
+
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
     model = made("dot")
     out = tmp_path / "bundle"
     with pytest.raises(BundleError, match=r"column 'profile': the model reads it, and"):
@@ -167,8 +177,6 @@ def test_what_cannot_be_served_is_refused_by_name(first: First, tmp_path: Path) 
         export_of(model, out, store="int8")
     with pytest.raises(BundleError, match=r"recall=2: must be greater than 0 and at"):
         export_of(model, out, recall=2)
-    with pytest.raises(BundleError, match=r"index='HNSW8': FAISS searches products"):
-        export_of(first.model, out, index="HNSW8", renewal=first.renewal)
     with pytest.raises(BundleError, match=r"queries: there are no rows to audit by"):
         export_of(model, out, queries=None)
     with torch.no_grad():
