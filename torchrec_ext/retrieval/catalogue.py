@@ -203,15 +203,8 @@ class Ids:
             raise BundleError(
                 f"ids: are {values.type} with {values.null_count} nulls; give whole numbers of 64 bits, or strings"
             )
-        counts = pc.value_counts(values)
-        twice = counts.filter(pc.greater(counts.field("counts"), 1))
-        if len(twice):
-            raise BundleError(
-                f"ids: {str(twice[0]['values'])[:60]!r} is there more than once; give each id once"
-            )
-        self.kind = "str"
-        if kind == "int64":
-            self.kind = "int64"
+        self.kind = kind if kind == "int64" else "str"
+        if self.kind == "int64":
             self._numbers: IdArray = values.cast(pa.int64()).to_numpy()
             self._order: IdArray | None = None
             self._sorted = self._numbers
@@ -219,10 +212,18 @@ class Ids:
             if not (self._sorted[1:] > self._sorted[:-1]).all():
                 self._order = np.argsort(self._numbers)
                 self._sorted = self._numbers[self._order]
-            return
-        self._strings = values.cast(pa.large_string())
-        texts = self._strings.to_pylist()
-        self._places = dict(zip(texts, range(len(texts)), strict=True))
+            twice = self._sorted[1:][self._sorted[1:] == self._sorted[:-1]]
+        else:
+            self._strings = values.cast(pa.large_string())
+            texts = self._strings.to_pylist()
+            self._places = dict(zip(texts, range(len(texts)), strict=True))
+            twice = texts if len(self._places) < len(texts) else []
+            # The dict has the last place of each.
+            twice = [text for i, text in enumerate(twice) if self._places[text] != i]
+        if len(twice):
+            raise BundleError(
+                f"ids: {str(twice[0])[:60]!r} is there more than once; give each id once"
+            )
 
     def __len__(self) -> int:
         return len(self._numbers if self.kind == "int64" else self._strings)

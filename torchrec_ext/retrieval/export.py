@@ -18,7 +18,7 @@ from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.lib.format import open_memmap
+from numpy.lib.format import open_memmap, write_array_header_1_0
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
@@ -471,17 +471,18 @@ class _Content:
         for name, pieces in groupby(blocks, key=itemgetter(0)):
             shape = weights.tables[name]
             half = shape.dtype == torch.float16
-            dtype = np.float16 if half else np.float32
-            array = open_memmap(
-                folder / files[name], mode="w+", dtype=dtype, shape=shape.size
-            )
-            for _, start, values in pieces:
-                _check_table(name, start, values)
-                rows = array[start : start + len(values)]
-                rows[:] = values if half else values.float()
-                done += values.nbytes
-                self.progress("tables", done, total)
-            array.flush()
+            header = {
+                "descr": np.dtype(np.float16 if half else np.float32).str,
+                "fortran_order": False,
+                "shape": tuple(shape.size),
+            }
+            with (folder / files[name]).open("wb") as file:
+                write_array_header_1_0(file, header)
+                for _, start, values in pieces:
+                    _check_table(name, start, values)
+                    (values if half else values.float()).numpy().tofile(file)
+                    done += values.nbytes
+                    self.progress("tables", done, total)
         # The others are plain embeddings of an own module.
         for name in self.network.tables - weights.tables.keys():
             weight = dense[name if name in dense else f"{name}.weight"]
@@ -585,6 +586,9 @@ def _named(
 
 
 def _check_table(name: str, start: int, rows: Tensor) -> None:
+    # A sum is read once and keeps each NaN and infinity; finite ones may overflow in it.
+    if bool(rows.sum().isfinite()):
+        return
     wrong = ~torch.isfinite(rows).all(1)
     if bool(wrong.any()):
         row = start + int(wrong.int().argmax())
