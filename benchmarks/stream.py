@@ -21,8 +21,6 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from harness import ROOT, command_line, row
 from serving import asked
 
@@ -41,17 +39,15 @@ def write_known(folder, users, items):
     count = max(users, items)
     places = np.random.default_rng(3).permutation(count)
     columns = {
-        "user_id": names(users, 1)[places % users],
-        "item_id": names(items, 2)[places % items],
+        "user_id": names(users, 1)[places % users].tolist(),
+        "item_id": names(items, 2)[places % items].tolist(),
+        "clicked": (np.random.default_rng(4).random(count) < 0.3).astype(int).tolist(),
     }
-    columns["clicked"] = (np.random.default_rng(4).random(count) < 0.3).astype(
-        np.float32
-    )
-    pq.write_table(
-        pa.table({**columns, "time": np.zeros(count)}),
-        folder / "part-0.parquet",
-        write_page_checksum=True,
-    )
+    lines = [
+        json.dumps({**dict(zip(columns, values, strict=True)), "time": 0.0})
+        for values in zip(*columns.values(), strict=True)
+    ]
+    (folder / "part-0.jsonl").write_text("\n".join(lines) + "\n")
     return count
 
 
