@@ -106,7 +106,7 @@ PREPARED: dict[str, tuple[str, Any, bool, str]] = {
         "city",
         pa.array([b"x", b"y", b"\xfc", b"x"]).view(pa.string()),
         False,
-        r"test\.parquet: row group 0, column 'city', row 2: the text is no UTF-8",
+        r"test\.parquet: .*; write texts as UTF-8",
     ),
     "a line break": (
         "city",
@@ -146,11 +146,11 @@ SQL = {
     "no file": ("FROM 'none.csv'", r"^none\.csv: no such file; check the path$"),
     "a typo": (
         "SELECT cty FROM 'a.csv'",
-        r'^test_bad_input\.py: line \d+: DuckDB: Binder Error: Referenced column "cty" not found .*; correct the SQL',
+        r'^DuckDB: Binder Error: Referenced column "cty" not found .*; correct the SQL',
     ),
     "a reserved name": (
         "SELECT city, user at FROM 'a.csv'",
-        r"^test_bad_input\.py: line \d+: DuckDB: Parser Error: .*correct the SQL \(quote reserved names",
+        r"^DuckDB: Parser Error: .*correct the SQL \(quote reserved names",
     ),
     "a value": (
         "SELECT CAST(user AS BIGINT) AS city FROM 'a.csv'",

@@ -21,6 +21,7 @@ from torchrec_ext.data.preprocess.columns import (
     ID_LISTS,
     IDS,
     INT64,
+    STRING,
     Cells,
     Columns,
     Types,
@@ -98,16 +99,8 @@ class Vocabulary:
         # Equal hashes do not make equal texts.
         for row in found.nonzero()[0].tolist() if is_text else ():
             if self.values[int(found[row]) - 1].as_py() != texts[row]:
-                found[row] = self._of_equal_hashes(keys[row], texts[row])
+                found[row] = self.values.index(texts[row]).as_py() + 1
         return found
-
-    def _of_equal_hashes(self, key: int, text: str) -> int:
-        ordered, ids = self._index
-        begin, end = ordered.searchsorted(key), ordered.searchsorted(key, side="right")
-        for id_ in ids[begin:end].tolist():
-            if self.values[id_ - 1].as_py() == text:
-                return int(id_)
-        return 0
 
     @cached_property
     def _index(self) -> tuple[Int64, Int64]:
@@ -216,6 +209,9 @@ class Categorify(Step):
         value = quoted(self.column)
         if pa.types.is_list(types[self.column]):
             value = f"unnest({value})"
+        # All texts of a vocabulary may be more than 2 GB.
+        is_text = value_type(types[self.column]) == STRING
+        dtype = pa.large_string() if is_text else INT64
         # Ties by value: ids must not depend on the threads or the order of the files.
         limit = f"LIMIT {self.max_size}" if self.max_size else ""
         counted = query(
@@ -223,8 +219,8 @@ class Categorify(Step):
             f"GROUP BY value HAVING count(*) >= {self.min_count} ORDER BY count DESC, value {limit}"
         )
         return Vocabulary(
-            _as_one_array(counted["value"], value_type(types[self.column])),
-            _as_one_array(counted["count"], pa.int64()),
+            counted["value"].cast(dtype).combine_chunks(),
+            counted["count"].cast(pa.int64()).combine_chunks(),
         )
 
     def apply(self, columns: Columns, state: Vocabulary) -> Columns:
@@ -243,21 +239,6 @@ class Categorify(Step):
 def value_type(dtype: pa.DataType) -> pa.DataType:
     """Returns the type of one value of a column."""
     return dtype.value_type if pa.types.is_list(dtype) else dtype
-
-
-# Bytes of all texts in an array with offsets of 32 bits.
-_MOST = 2**31 - 1
-
-
-def _as_one_array(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
-    if pa.types.is_string(dtype):
-        # Null without a value.
-        size = pc.sum(pc.binary_length(data)).as_py() or 0
-        if size > _MOST:
-            dtype = pa.large_string()
-    pieces = [chunk.cast(dtype) for chunk in data.chunks]
-    # Arrow concatenates no empty list.
-    return pa.concat_arrays(pieces or [pa.array([], dtype)])
 
 
 def hashed_id(text: str, buckets: int) -> int:

@@ -160,16 +160,13 @@ class FittedPreprocessor:
 
         Columns of one vocabulary have the same ids for the same values, so that one embedding table does for all.
         """
-        writers: dict[str, int | str] = {}
-        for number, (step, state) in enumerate(self.pairs):
-            # By number at first: a later step may replace the column that would name
-            # it.
-            for name in step.writes:
-                writers[name] = number if isinstance(state, Vocabulary) else name
         first_columns: dict[int | str, str] = {}
-        return {
-            name: first_columns.setdefault(writers[name], name) for name in self.vocab
-        }
+        names = {}
+        for name in self.vocab:
+            state = self.state_of(name)
+            key = id(state) if isinstance(state, Vocabulary) else name
+            names[name] = first_columns.setdefault(key, name)
+        return names
 
     @property
     def id_values(self) -> dict[str, pa.Array]:

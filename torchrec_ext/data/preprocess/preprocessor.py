@@ -28,7 +28,7 @@ from torchrec_ext.data.preprocess.rows import (
     telling,
     working_columns,
 )
-from torchrec_ext.data.preprocess.step import Query, Step, ancestors, makes_ids
+from torchrec_ext.data.preprocess.step import Query, Step, makes_ids
 
 FitProgress = Callable[[str], None]
 
@@ -162,15 +162,13 @@ def _fit_rows(
 ) -> Iterator[Query]:
     """Yields SQL over the columns that a step is fitted on, after the steps before it."""
     names = step.fit_reads
-    numbers = ancestors(fitted.steps, len(fitted.steps), names)
-    if not numbers:
+    # Only the steps behind the columns are applied again.
+    before = FittedPreprocessor(fitted.pairs, data.raw).only(names)
+    if not before.steps:
         columns = working_columns(data.raw, names)
         yield query_of(con, "VIEW", f"SELECT {columns} FROM {data.view}")
         return
-    # Only the steps behind the columns are applied again.
-    pairs = [fitted.pairs[number] for number in numbers]
-    before = FittedPreprocessor(pairs, data.raw)
-    written = {name for earlier, _ in pairs for name in earlier.writes}
+    written = {name for earlier in before.steps for name in earlier.writes}
     extra = [name for name in names if name not in written]
     types = {**before.request_columns, **{name: data.raw[name] for name in extra}}
 

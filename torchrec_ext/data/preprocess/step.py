@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -104,28 +104,6 @@ class ColumnStep(Step):
 def makes_ids(step: Step, name: str) -> bool:
     """Says whether a result of the step is rows of a table; a history has the values of its events."""
     return type(step).vocab is not Step.vocab and name not in getattr(step, "ids", ())
-
-
-def ancestors(
-    steps: Sequence[Step], number: int, columns: Collection[str]
-) -> list[int]:
-    """Returns the numbers of the steps before ``number`` needed to make the columns.
-
-    Example:
-        >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
-        >>> steps = [FillMissing(column="age", value=0), Categorify(column="city"), Normalize(column="age")]
-        >>> ancestors(steps, 2, ["age"])
-        [0]
-    """
-    required_columns = set(columns)
-    step_numbers = []
-    # Backwards, as a step that makes a required column requires its own inputs from
-    # earlier steps.
-    for index in reversed(range(number)):
-        if not required_columns.isdisjoint(steps[index].writes):
-            step_numbers.append(index)
-            required_columns.update(steps[index].reads)
-    return step_numbers[::-1]
 
 
 def finite(number: str) -> str:
