@@ -25,8 +25,6 @@ from torchrec_ext.schema import DataError
 
 Feature = Literal["hour", "weekday", "month"]
 SIZES = {"hour": 24, "weekday": 7, "month": 12}
-# Arrow's number of a time, and what makes the first one 1.
-_PARTS = {"hour": (pc.hour, 1), "weekday": (pc.day_of_week, 1), "month": (pc.month, 0)}
 # From 1900 to 2200: beyond it a time is a mistake of unit.
 _FIRST, _LAST = -2_208_988_800, 7_258_118_400
 # From 1990 to 2100: of most logs, and in one unit alone.
@@ -116,9 +114,8 @@ class TimeFeatures(Step):
         local = _local(np.where(in_range, second, 0), self.zone)
         results = {}
         for name, feature in zip(self.writes, self.features, strict=True):
-            part, first = _PARTS[feature]
-            numbers = part(local).to_numpy() + first
-            results[name] = Cells(np.where(in_range, numbers, 0))
+            ids = np.where(in_range, _numbers(feature, local), 0)
+            results[name] = Cells(ids)
         return results
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
@@ -145,6 +142,19 @@ def _check_zone(zone: str) -> None:
         ) from None
 
 
-def _local(second: Int64, zone: str) -> pa.Array:
-    """Returns what the clocks of a zone show."""
-    return pc.local_timestamp(pa.array(second).view(pa.timestamp("s", zone)))
+def _local(second: Int64, zone: str) -> Int64:
+    """Returns what the clocks of a zone show, as seconds."""
+    times = pa.array(second).view(pa.timestamp("s", zone))
+    local: Int64 = pc.local_timestamp(times).to_numpy().view(np.int64)
+    return local
+
+
+def _numbers(feature: Feature, local: Int64) -> Int64:
+    """Returns a feature of seconds on a clock, from 1 on."""
+    if feature == "hour":
+        return local // 3600 % 24 + 1
+    if feature == "weekday":
+        # 1970 began on a Thursday.
+        return (local // 86_400 + 3) % 7 + 1
+    months = local.view("datetime64[s]").astype("datetime64[M]").view(np.int64)
+    return months % 12 + 1
