@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.data.preprocess import (
     Categorify,
     FillMissing,
@@ -197,7 +196,7 @@ def test_the_steps_are_fitted_on_the_training_rows_whatever_is_named_first(
     )
     folder = run_preprocess(job)
     rows = [
-        read_columns(folder / part)["city"].to_pylist() for part in ("train", "test")
+        pq.read_table(folder / part)["city"].to_pylist() for part in ("train", "test")
     ]
     assert rows == [[1, 2], [0]]
 

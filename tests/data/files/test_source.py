@@ -215,15 +215,23 @@ def damaged(path: Path) -> None:
 def test_no_file_and_no_address_are_named() -> None:
     for path, told in (
         ([], "no file was given"),
+        ("nosuch*.parquet", "no such file"),
         ("nosuch://bucket/a", "cannot be read"),
     ):
         with pytest.raises(DataError, match=told):
             ParquetSource(path)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_a_file_that_vanishes_in_mid_epoch_is_named_at_once(
-    tmp_path: Path, ahead: int
+@pytest.mark.parametrize(
+    ("ahead", "change", "told"),
+    [
+        (0, "is gone", " cannot be read"),
+        (2, "is gone", " cannot be read"),
+        (0, "has other rows", "was written to after it was opened; .* begin anew"),
+    ],
+)
+def test_a_file_that_changes_in_mid_epoch_is_named_at_once(
+    tmp_path: Path, ahead: int, change: str, told: str
 ) -> None:
     source = parquet(tmp_path, [16] * 12)
     options = {"read_ahead": ahead, "lanes": 1, "buffer_rows": 16}
@@ -231,8 +239,12 @@ def test_a_file_that_vanishes_in_mid_epoch_is_named_at_once(
     loader.depth = ahead
     iterator = iter(loader)
     next(iterator)
-    Path(source.files[-1].path).unlink()
-    with pytest.raises(DataError, match=r"part-0\.parquet.* cannot be read"):
+    path = Path(source.files[-1].path)
+    if change == "is gone":
+        path.unlink()
+    else:
+        write(path, pq.read_table(path), row_group_size=16)
+    with pytest.raises(DataError, match=rf"part-0\.parquet.*{told}"):
         list(iterator)
 
 
