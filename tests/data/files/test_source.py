@@ -287,13 +287,18 @@ def test_whole_numbers_of_any_width_are_one_column(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("userid", "int"), ("user_id", "string"), ("history", "float"), ("when", "int")],
+    [
+        *(("userid", "int"), ("user_id", "string"), ("history", "float")),
+        *(("when", "int"), ("hash", "int")),
+    ],
 )
 def test_a_column_of_another_kind_is_named(
     tmp_path: Path, name: str, kind: Any
 ) -> None:
     when = pa.array([0, 1], pa.timestamp("s"))
-    path = write(tmp_path / "a.parquet", table_of(2).append_column("when", when))
+    table = table_of(2).append_column("when", when)
+    table = table.append_column("hash", pa.array([0, 1], pa.uint64()))
+    path = write(tmp_path / "a.parquet", table)
     with pytest.raises(DataError, match=rf"a\.parquet: column '{name}' is"):
         ParquetSource(path).require({name: [kind]})
 
@@ -334,12 +339,6 @@ def test_nulls_are_refused_by_row(tmp_path: Path) -> None:
             pa.array([0, 3_000_000_000, 2, 3, 4]),
             "row group 0, row 1, column 'user_id': id 3000000000 is outside .*; map ids"
             r" to rows by rec\.data\.preprocess",
-        ),
-        (
-            "user_id",
-            pa.array([3, 2**63 + 5, 1, 1, 1], pa.uint64()),
-            "row group 0, column 'user_id', row 1: 9223372036854775813 is beyond int64 "
-            ".*; write ids as int64",
         ),
         (
             "row",

@@ -179,9 +179,9 @@ class Categorify(Step):
         return (self.output or self.column, *self.also)
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
+    def fit_column(self) -> str:
         """``column``; its values are counted."""
-        return (self.column,)
+        return self.column
 
     def meaning(self, state: Vocabulary) -> Mapping[str, Any]:
         """Returns nothing: the values of a vocabulary are compared one by one, and more may follow them."""

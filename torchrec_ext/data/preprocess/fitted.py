@@ -552,7 +552,6 @@ def requests_sql(
     fitted: FittedPreprocessor,
     data: Opened,
     past: Opened,
-    extra: Sequence[str] = (),
     where: str = "",
 ) -> str:
     """Returns SQL for rows as a request has them: raw columns, and the events that each history needs.
@@ -561,13 +560,12 @@ def requests_sql(
         fitted: steps; their states are not needed.
         data: the rows.
         past: the events.
-        extra: further raw columns of the rows.
         where: condition for the rows, which may use their number ``__row__``.
     """
     histories = [step for step in fitted.steps if isinstance(step, History)]
     sent = {name for step in histories for name in step.sent}
     names = [name for name in fitted.request_columns if name not in sent]
-    names = list(dict.fromkeys([*names, *fitted.keep, *extra]))
+    names = list(dict.fromkeys([*names, *fitted.keep]))
     inner = list(names)
     for step in histories:
         inner += [step.user, step.time]

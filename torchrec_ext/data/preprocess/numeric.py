@@ -102,9 +102,9 @@ class Bucketize(_NumberStep):
             )
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
+    def fit_column(self) -> str | None:
         """``column``, if boundaries are fitted."""
-        return (self.column,) if self.quantiles else ()
+        return self.column if self.quantiles else None
 
     def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Fits the boundaries."""
@@ -188,9 +188,9 @@ class Normalize(_NumberStep):
     output: str | None = None
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
+    def fit_column(self) -> str:
         """``column``."""
-        return (self.column,)
+        return self.column
 
     def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Fits mean and standard deviation."""

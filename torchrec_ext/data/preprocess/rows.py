@@ -10,7 +10,7 @@ import glob
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -352,17 +352,11 @@ _SQL = {pa.int64(): "BIGINT", pa.float64(): "DOUBLE", pa.string(): "VARCHAR"}
 _SQL |= {pa.list_(dtype): f"{name}[]" for dtype, name in _SQL.items()}
 
 
-def working_columns(raw: Mapping[str, str], names: Iterable[str]) -> str:
-    """Returns columns in the types that steps see, in SQL; times keep their unit."""
-    columns = []
-    for name in names:
-        dtype = _SQL.get(working_type(arrow_type(raw[name])))
-        column = quoted(name)
-        if dtype:
-            column = f"CAST({column} AS {dtype}) AS {column}"
-        columns.append(column)
-    # A table needs a column.
-    return ", ".join(columns) or "1 AS one"
+def working_column(name: str, raw: str) -> str:
+    """Returns a column in the type that steps see, in SQL; times keep their unit."""
+    dtype = _SQL.get(working_type(arrow_type(raw)))
+    column = quoted(name)
+    return f"CAST({column} AS {dtype}) AS {column}" if dtype else column
 
 
 def query_of(con: Connection, kind: str, select: str) -> Callable[[str], pa.Table]:

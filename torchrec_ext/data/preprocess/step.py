@@ -19,7 +19,7 @@ from torchrec_ext.data.preprocess.columns import (
 )
 
 StepState = Any  # the result of fitting: a Vocabulary, or a dict of JSON values
-# Runs SQL over a table `fit_rows` with the step's `fit_reads` in working types.
+# Runs SQL over a table `fit_rows` with the step's `fit_column` in its working type.
 Query = Callable[[str], pa.Table]
 
 
@@ -37,9 +37,9 @@ class Step(ABC):
         """Names of the step's output columns, new or replaced."""
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
-        """Names of the columns needed in fitting; none if nothing is fitted."""
-        return ()
+    def fit_column(self) -> str | None:
+        """Name of the column needed in fitting; None if nothing is fitted."""
+        return None
 
     @abstractmethod
     def types(self, types: Types) -> Types:
