@@ -114,10 +114,6 @@ class Column:
         rows = self._pool if self._windows is None else self._windows.starts
         return len(rows)
 
-    def __repr__(self) -> str:
-        kind = ", ragged" if self.ragged else ""
-        return f"Column({len(self)} rows of {self._pool.dtype}{kind})"
-
     @property
     def ragged(self) -> bool:
         """Whether a row may have any number of values."""
@@ -131,7 +127,7 @@ class Column:
     @property
     def windows(self) -> Windows:
         """The windows of a ragged column's rows in ``pool``; a scalar column has none."""
-        assert self._windows is not None, f"{self} is not ragged"
+        assert self._windows is not None
         return self._windows
 
     def windowed(self, starts: Int64, stops: Int64) -> Column:

@@ -55,6 +55,13 @@ class EventLog:
     def __init__(self, columns: EventsConfig) -> None:
         self.folder = Path(columns.folder)
         self._columns = columns
+        self._begin()
+        if not columns.folder or not self.folder.is_dir():
+            raise DataError(
+                f"data.folder={columns.folder}: no such folder; name the folder in which the log's files lie"
+            )
+
+    def _begin(self) -> None:
         # The file that is read, its events, and the number of those that were taken.
         self._file = ""
         self._events = NO_EVENTS
@@ -64,10 +71,6 @@ class EventLog:
         self._read: dict[str, list[Any]] = {}
         # Entries of the folder that were seen; they are not looked at again.
         self._seen: set[str] = set()
-        if not columns.folder or not self.folder.is_dir():
-            raise DataError(
-                f"data.folder={columns.folder}: no such folder; name the folder in which the log's files lie"
-            )
 
     def read(self, most: int) -> Chunk:
         """Returns the next events that are there, at most ``most`` of them.
@@ -112,12 +115,7 @@ class EventLog:
         Raises:
             DataError: the file is not there, or one up to it was changed or came after it was read.
         """
-        self._file = ""
-        self._events = NO_EVENTS
-        self._row = 0
-        self._waiting = []
-        self._seen = set()
-        self._read = {}
+        self._begin()
         last = state["file"]
         if not last:
             return
@@ -255,8 +253,8 @@ def _read(path: Path, columns: EventsConfig) -> Chunk:
             ) from None
     if not rows:
         return NO_EVENTS
-    values = dict(zip(names, zip(*rows, strict=True), strict=True))
-    values = {LABEL: np.ones(len(rows)), TIME: np.full(len(rows), np.nan), **values}
+    values: dict[str, Any] = {LABEL: np.ones(len(rows)), TIME: [np.nan] * len(rows)}
+    values |= zip(names, zip(*rows, strict=True), strict=True)
     return Chunk(
         {name: Column(np.array(values[name], kind)) for name, kind in _DTYPES.items()}
     )

@@ -49,11 +49,9 @@ class Vocabulary:
 
     Args:
         values: (V,) int64 or string, the most frequent first.
-        counts: (V,) int64, the number of rows of each value in fitting.
     """
 
     values: pa.Array
-    counts: pa.Array
 
     def __len__(self) -> int:
         """Number of rows of an embedding table, V + 1."""
@@ -61,12 +59,11 @@ class Vocabulary:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the index: another process, such as Spark's, hashes texts otherwise.
-        return Vocabulary, (self.values, self.counts)
+        return Vocabulary, (self.values,)
 
     def by_value(self) -> Vocabulary:
         """Returns the same values in sorted order."""
-        order = pc.sort_indices(self.values)
-        return Vocabulary(self.values.take(order), self.counts.take(order))
+        return Vocabulary(self.values.take(pc.sort_indices(self.values)))
 
     def ids(self, column: Cells) -> Int64:
         """Returns the ids of the values of a column of int64 or of texts; 0 for null and for an unknown value."""
@@ -215,13 +212,10 @@ class Categorify(Step):
         # Ties by value: ids must not depend on the threads or the order of the files.
         limit = f"LIMIT {self.max_size}" if self.max_size else ""
         counted = query(
-            f"SELECT value, count(*) AS count FROM (SELECT {value} AS value FROM fit_rows) WHERE value IS NOT NULL "
-            f"GROUP BY value HAVING count(*) >= {self.min_count} ORDER BY count DESC, value {limit}"
+            f"SELECT value FROM (SELECT {value} AS value FROM fit_rows) WHERE value IS NOT NULL "
+            f"GROUP BY value HAVING count(*) >= {self.min_count} ORDER BY count(*) DESC, value {limit}"
         )
-        return Vocabulary(
-            counted["value"].cast(dtype).combine_chunks(),
-            counted["count"].cast(pa.int64()).combine_chunks(),
-        )
+        return Vocabulary(counted["value"].cast(dtype).combine_chunks())
 
     def apply(self, columns: Columns, state: Vocabulary) -> Columns:
         """Looks the values up."""

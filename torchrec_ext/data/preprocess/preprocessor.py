@@ -49,11 +49,11 @@ class Preprocessor:
         ValueError: the steps contradict one another.
 
     Example:
-        >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
+        >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Lists, Normalize
         >>> steps = [Categorify(column="city"), Normalize(column="age"), FillMissing(column="age", value=0)]
         >>> Preprocessor(steps, keep=["label"]).raw_columns
         ('city', 'age', 'label')
-        >>> Preprocessor([Categorify(column="city"), FillMissing(column="City", value="?")])
+        >>> Preprocessor([Categorify(column="city"), Lists(column="City", separator=" ")])
         Traceback (most recent call last):
         ...
         ValueError: columns 'City' and 'city' differ in case alone, which DuckDB does not tell apart; rename one
