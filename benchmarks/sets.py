@@ -36,7 +36,6 @@ from torchrec_ext.data.splits import (
     VALIDATION,
     Split,
     leave_one_out,
-    runs,
 )
 
 PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
@@ -216,15 +215,15 @@ def with_profiles(user, item, part, length, seed=0):
     shuffled = np.random.default_rng(seed).permutation(
         np.unique(pair, return_index=True)[1]
     )
-    rows = shuffled[np.lexsort((part[shuffled], user[shuffled]))].astype(np.int64)
+    rows = shuffled[np.lexsort((part[shuffled], user[shuffled]))]
     user = user[rows]
     item = item[rows]
     part = part[rows]
-    first, past_last = runs(user)
+    first = user.searchsorted(user)
     training = part == TRAIN
     # Number of training rows before each row.
     before = np.concatenate([[0], training.cumsum()])
-    count = before[past_last] - before[first]
+    count = before[user.searchsorted(user, "right")] - before[first]
     # A user's training items twice in a row: all of them but the one at place p are the
     # count - 1 items from p + 1 on.
     start = 2 * before[first]

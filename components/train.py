@@ -170,7 +170,7 @@ def stream(
 ) -> specs.AppDef:
     r"""Trains on a log as its files come, each event once and in order, and publishes a bundle every few seconds.
 
-    Follow a folder into which .jsonl and .parquet files are renamed, and serve what was learned seconds ago::
+    Follow a folder into which files of JSON lines are renamed, and serve what was learned seconds ago::
 
         torchx run -s local_cwd rec.train.stream -- --data.folder clicks --run_dir runs/clicks
         torchx run -s local_cwd rec.serve.http --bundle runs/clicks/bundles/current -- --watch 0.2

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -78,14 +76,9 @@ def write_log(
         if number + count == events:
             killed.wait()
         rows = [ids(number + offset) for offset in range(count)]
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        ending = ("jsonl", "parquet")[file % 2]
-        hidden = folder / f"_part.{ending}"
-        if ending == "parquet":
-            pq.write_table(pa.table(columns), hidden, write_page_checksum=True)
-        else:
-            hidden.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        hidden.rename(folder / f"part-{file}.{ending}")
+        hidden = folder / "_part.jsonl"
+        hidden.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        hidden.rename(folder / f"part-{file}.jsonl")
         number += count
         file += 1
         time.sleep(max(0.0, begin + seconds * number / events - time.monotonic()))

@@ -6,7 +6,7 @@ with_elements(): array columns become the columns of one number that a batch is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,10 +114,6 @@ class Column:
         rows = self._pool if self._windows is None else self._windows.starts
         return len(rows)
 
-    def __repr__(self) -> str:
-        kind = ", ragged" if self.ragged else ""
-        return f"Column({len(self)} rows of {self._pool.dtype}{kind})"
-
     @property
     def ragged(self) -> bool:
         """Whether a row may have any number of values."""
@@ -131,7 +127,7 @@ class Column:
     @property
     def windows(self) -> Windows:
         """The windows of a ragged column's rows in ``pool``; a scalar column has none."""
-        assert self._windows is not None, f"{self} is not ragged"
+        assert self._windows is not None
         return self._windows
 
     def windowed(self, starts: Int64, stops: Int64) -> Column:
@@ -219,8 +215,8 @@ def concatenate(columns: Sequence[Column]) -> Column:
     )
 
 
-class Chunk(Mapping[str, Column]):
-    """An immutable mapping from names to columns of B rows each.
+class Chunk(dict[str, Column]):
+    """Columns of B rows each by name; nobody changes one.
 
     Example:
         >>> chunk = Chunk({"user": Column(np.array([7, 8, 9])), "label": Column(np.array([1.0, 0.0, 1.0]))})
@@ -234,32 +230,16 @@ class Chunk(Mapping[str, Column]):
             raise ValueError(
                 f"the columns of a chunk must have equally many rows, got {lengths}"
             )
-        self._columns = dict(columns)
+        super().__init__(columns)
         self.num_rows = next(iter(lengths.values()), 0)
 
     @classmethod
     def _of_equal(cls, columns: dict[str, Column], num_rows: int) -> Chunk:
         """Builds a Chunk unchecked: comparing the lengths would cost as much as assembling a small batch."""
         chunk = cls.__new__(cls)
-        chunk._columns = columns
+        chunk.update(columns)
         chunk.num_rows = num_rows
         return chunk
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
-    def __getitem__(self, name: str) -> Column:
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        """The number of columns; the number of rows is ``num_rows``."""
-        return len(self._columns)
-
-    def __repr__(self) -> str:
-        return f"Chunk({self.num_rows} rows: {', '.join(self)})"
 
     def take(self, indices: Int64) -> Chunk:
         """Returns the rows ``indices`` (B',) of every column."""

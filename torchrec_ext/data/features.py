@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchrec_ext.data.files.arrow import is_list_type, not_utf8, one_piece
-from torchrec_ext.data.files.sources import ParquetSource, read_columns
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.preprocess.columns import (
     arrow_type,
     as_times,
@@ -70,7 +70,8 @@ def read_rows(
     Raises:
         DataError: a column is missing, or has a type or a value that it cannot have.
     """
-    names = ParquetSource(path).columns
+    source = ParquetSource(path)
+    names = source.columns
     words: dict[str, str] = {}
     for name in names:
         # Tables are named like their columns, and a module's name has no dot.
@@ -96,7 +97,8 @@ def read_rows(
         for name, word in words.items()
         if name in needs or name.startswith(others)
     }
-    table = read_columns(path, list(words.values()))
+    written = list(words.values())
+    table = pa.concat_tables([source.table(group, written) for group in source.groups])
     columns = {}
     for name, word in words.items():
         column = _typed(path, word, name, one_piece(table[word]))

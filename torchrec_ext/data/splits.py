@@ -55,28 +55,18 @@ def leave_one_out(
     user = user[rows]
     item = item[rows]
     timestamp = timestamp[rows]
-    first, past_last = runs(user)
-    from_end = past_last - np.arange(len(rows))
+    first, past_last = user.searchsorted(user), user.searchsorted(user, "right")
+    places = np.arange(len(rows))
+    from_end = past_last - places
     part = np.full(len(rows), TRAIN)
     part[from_end == 2] = VALIDATION
     part[from_end == 1] = TEST
     # With fewer than 3 rows a user would have nothing to train on.
     part[past_last - first < 3] = TRAIN
     # A history ends before the first row of the same time.
-    same_time, _ = runs(user, timestamp)
+    is_later = np.diff(timestamp, prepend=timestamp[:1]) != 0
+    same_time = np.maximum.accumulate(np.where(is_later | (first == places), places, 0))
     history = Column.from_windows(
         item, Windows(np.maximum(first, same_time - history_length), same_time)
     )
     return Split(rows, part.astype(np.int8), history)
-
-
-def runs(*keys: Array) -> tuple[Int64, Int64]:
-    """Returns, for each row, the first index of its run of equal keys, and the index after the run's last."""
-    size = len(keys[0])
-    changes = np.zeros(size, dtype=bool)
-    changes[:1] = True
-    for key in keys:
-        changes[1:] |= key[1:] != key[:-1]
-    starts = np.flatnonzero(changes)
-    lengths = np.diff(starts, append=size)
-    return starts.repeat(lengths), (starts + lengths).repeat(lengths)

@@ -209,7 +209,4 @@ def _roles(prepared: Prepare) -> Roles:
     fields["user_features"] = [
         name for name in dict.fromkeys(names) if name not in prepared.item_features
     ]
-    # A label that the preprocessor does not keep is only drawn.
-    if prepared.label not in prepared.preprocessor.keep:
-        fields["label"] = ""
     return Roles(**fields)

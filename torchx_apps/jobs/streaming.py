@@ -286,13 +286,8 @@ def export_ids(
         # them again.
         live[name], order = live_ids.sort()
         rows[name] = torch.cat([live_rows.new_zeros(1), live_rows[order]])
-        counts = torch.ones_like(live_rows)
-        steps.append(
-            (
-                Categorify(column=name),
-                Vocabulary(pa.array(live[name].numpy()), pa.array(counts.numpy())),
-            )
-        )
+        vocabulary = Vocabulary(pa.array(live[name].numpy()))
+        steps.append((Categorify(column=name), vocabulary))
     items = live[ITEM].numpy()
     users = live[USER].numpy()
     export(

@@ -27,8 +27,7 @@ class Prepare(Roles):
             is none.
         events: rows of which histories are made; each split's rows where not given.
 
-    The others are those of :class:`torchrec_ext.data.config.Roles`: the label is a column of the sources, all others
-    of the result.
+    The others are those of :class:`torchrec_ext.data.config.Roles`.
     """
 
     preprocessor: Preprocessor | FittedPreprocessor
@@ -41,6 +40,10 @@ class Prepare(Roles):
             outputs += step.writes
         # A weight is no feature, and may be kept as it is.
         self._check_columns("weight", [*outputs, *self.preprocessor.keep])
+        if self.label and self.label not in self.preprocessor.keep:
+            raise ValueError(
+                f"Prepare.label: {self.label!r} is not kept; keep it: Preprocessor(keep=[{self.label!r}])"
+            )
         for role in ("user", "item", "user_features", "item_features"):
             self._check_columns(role, outputs)
         for name in self.tasks:

@@ -117,10 +117,7 @@ def _with_vocabularies(
     preprocessor: FittedPreprocessor, vocabularies: Mapping[str, pa.Array]
 ) -> FittedPreprocessor:
     """Returns the preprocessor with these vocabularies of some columns, in the order of their ids from 1 on."""
-    states = {}
-    for name, values in vocabularies.items():
-        # Nobody has counted these values.
-        states[name] = Vocabulary(values, pa.array(np.zeros(len(values), np.int64)))
+    states = {name: Vocabulary(values) for name, values in vocabularies.items()}
     # An earlier step may hand raw values on under the same name, such as a history of
     # them.
     last: dict[str, int] = {}

@@ -89,7 +89,7 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
         (
             [1_700_000_000_000, None],
             TimeFeatures(column="x"),
-            r"times such as 1700000000000, ms since 1970; convert .*: x // 1_000",
+            r"times such as 1700000000000, beyond 2199 .*; convert .*: x // 1_000",
         ),
         (
             ["a"],
@@ -98,14 +98,9 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
         ),
         ([1], Lists(column="x"), r"give separator to split a string"),
         (
-            [1],
-            FillMissing(column="x", value="y"),
-            r"column 'x' is int64, FillMissing\('x'\) has value='y'",
-        ),
-        (
-            [1],
-            FillMissing(column="x", value=2**63),
-            r"value=9223372036854775808; give a value of that type",
+            ["a"],
+            FillMissing(column="x", value=0),
+            r"column 'x' is string, FillMissing\('x'\) takes float64, int64",
         ),
         (
             pa.array([1], pa.uint64()),
@@ -305,7 +300,7 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
         fitted.online({"price": [1.0, float("nan")]})
     with pytest.raises(
         DataError,
-        match=r"column 'price', row 0: the result, 5\.0.*e\+299, is beyond float32; mend.*LogClip",
+        match=r"column 'price', row 0: the result .* beyond float32; .*LogClip",
     ):
         fitted.online({"price": [1e300]})
     label[5] = None  # type: ignore[call-overload]

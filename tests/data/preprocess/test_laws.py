@@ -177,7 +177,7 @@ def fitted_by_hand(
     items: int = 2,
 ) -> FittedPreprocessor:
     vocabulary = categorical.Vocabulary(
-        pa.array([f"i{number}" for number in range(items)]), pa.array(range(items))
+        pa.array([f"i{number}" for number in range(items)])
     )
     raw = dict.fromkeys(("shop", "user", "item"), "string")
     return FittedPreprocessor(

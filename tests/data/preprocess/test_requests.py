@@ -48,7 +48,7 @@ def fitted(
 
 
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
-CITIES = Vocabulary(pa.array(["Rome", "Oslo"]), pa.array([3, 1]))
+CITIES = Vocabulary(pa.array(["Rome", "Oslo"]))
 CITY = fitted(
     {"city": "string", "label": "float32"},
     (Categorify(column="city"), CITIES),
@@ -92,7 +92,7 @@ def test_known_unknown_and_null_ids() -> None:
         ),
         (
             {"city": ["a"], "label": [None]},
-            r"column 'label', row 0: the result is missing.*kept as it is",
+            r"column 'label', row 0: the result is missing.*fill it where",
         ),
     ],
 )
@@ -199,9 +199,7 @@ def test_a_vocabulary_knows_its_values_and_no_others(
     if dtype == pa.int64():
         words = [0, 5, -7, 2**63 - 1, -(2**63), *range(20, 40)]
         asked = [2**63 - 1, 0, 39, 99]
-    vocabulary = Vocabulary(
-        pa.array(words, dtype), pa.array(np.ones(len(words), np.int64))
-    )
+    vocabulary = Vocabulary(pa.array(words, dtype))
     for values, ids in (
         (asked, [4, 1, len(words), 0]),
         (words, range(1, len(vocabulary))),
@@ -236,7 +234,7 @@ def test_a_history_needs_a_time_for_each_item() -> None:
     assert made["history"].lengths.tolist() == [2]
     with pytest.raises(
         DataError,
-        match=r"column 'history_items', row 1: 1 items, but 'history_times' has 2",
+        match=r"'history_items' and 'history_times' have lists of different lengths",
     ):
         step.online(
             {"t": day[:2], "history_items": [[], ["a"]], "history_times": [[], day[:2]]}
@@ -259,7 +257,7 @@ def test_a_history_needs_a_time_for_each_item() -> None:
         ),
         (
             lambda: FillMissing(column="x", value=float("nan")),
-            "value=nan: must be finite",
+            "value=nan: must be a finite number",
         ),
         (lambda: LogClip(column="x", low=2, high=1), "low=2, high=1"),
         (
@@ -312,10 +310,7 @@ def test_a_history_needs_a_time_for_each_item() -> None:
             r"has skip='history', of which History\('history', 'history_c'\) writes other",
         ),
         (lambda: Preprocessor([]), "give at least one"),
-        (
-            lambda: FillMissing(column="x", value=10**400),
-            r"value=10+: must be finite",
-        ),
+        (lambda: FillMissing(column="x", value="?"), r"value='\?': must be a finite"),  # type: ignore[arg-type]
         (
             lambda: Preprocessor([Categorify(column="a"), Categorify(column="A")]),
             r"'A' and 'a' differ in case alone",
@@ -328,7 +323,7 @@ def test_steps_that_make_no_sense(make: Any, message: str) -> None:
 
 
 def test_an_empty_vocabulary_is_loaded(tmp_path: Path) -> None:
-    nothing = Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64()))
+    nothing = Vocabulary(pa.array([], pa.string()))
     empty = fitted({"city": "string"}, (Categorify(column="city"), nothing))
     empty.save(tmp_path / "empty")
     loaded = FittedPreprocessor.load(tmp_path / "empty")

@@ -94,7 +94,7 @@ KNOWN_ANSWERS: list[tuple[list[Step], list[Any], list[Any]]] = [
     ([HashBucket(column="x", buckets=1000)], [["sushi"], []], [[387], []]),
     ([Bucketize(column="x", boundaries=(1.0, 2.0))], [0, 1, 3, None], [1, 2, 3, 0]),
     ([Bucketize(column="x", quantiles=2)], [1.0, 2.0, 3.0, NAN], [1, 2, 2, 0]),
-    ([FillMissing(column="x", value="?"), Categorify(column="x")], [None, "a"], [1, 2]),
+    ([FillMissing(column="x", value=2.5)], [None, 7], [2.5, 7]),
     # DuckDB counts by the least and greatest value, which are equal here.
     (
         [Normalize(column="x"), FillMissing(column="x", value=7)],

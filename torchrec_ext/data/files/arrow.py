@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Array, Column, Int64
+from torchrec_ext.data.columns import Array, Column
 from torchrec_ext.schema import DataError
 
 Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
@@ -26,7 +26,8 @@ def kind_of(dtype: pa.DataType) -> Kind | None:
         if inner == "int":
             return "ints"
         return "floats" if inner == "float" else None
-    if pa.types.is_integer(dtype):
+    # Half of the values of uint64 do not fit int64.
+    if pa.types.is_integer(dtype) and not pa.types.is_uint64(dtype):
         return "int"
     if pa.types.is_floating(dtype):
         return "float"
@@ -95,31 +96,6 @@ def as_arrow(column: Column) -> pa.Array:
     if not column.ragged:
         return values
     return pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), values)
-
-
-def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
-    """Returns the values of a column of whole numbers as int64.
-
-    Args:
-        where: file, and row group if there is one, for the message.
-        name: name of the column.
-        column: rows of the column.
-        first: number of the first row, for the message.
-
-    Raises:
-        DataError: an unsigned number is beyond int64, so it would come out negative.
-    """
-    values = column.values
-    most = np.iinfo(np.int64).max
-    if values.dtype == np.uint64 and len(values) and int(values.max()) > most:
-        index = int((values > most).argmax())
-        row = column.row_of(index)
-        raise DataError(
-            f"{where}, column '{name}', row {first + row}: {values[index]} is beyond int64 "
-            f"({int((values > most).sum())} such values in the rows read); write ids as int64, such as id % 2**63, or "
-            "as text"
-        )
-    return values.astype(np.int64, copy=False)
 
 
 def not_utf8(array: pa.Array) -> int:

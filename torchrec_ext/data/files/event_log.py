@@ -17,26 +17,15 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Chunk, Column, concatenate_rows
-from torchrec_ext.data.files.arrow import kind_of, one_piece
 from torchrec_ext.data.files.events_config import EventsConfig
-from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.schema import DataError
 
-_RENAME = (
-    "write files under a name with a leading _, and rename them when they are whole"
-)
-_TYPES = {"int": pa.int64(), "float": pa.float64()}
-_NUMBERS = ("float", "bool")
 _ID = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _LABEL = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _RULE = "ids are int64 (string_ids() of texts), labels 0 to 1, times seconds since 1970"
-_JSON = (".jsonl", ".ndjson")
-_ENDINGS = (*_JSON, ".parquet")
+_ENDINGS = (".jsonl", ".ndjson")
 # Columns of events: ids, labels that are 1 in a log without labels, and seconds since
 # 1970 that are NaN in a log without times.
 USER, ITEM, LABEL, TIME = "user", "item", "label", "time"
@@ -50,7 +39,7 @@ NO_EVENTS = Chunk({name: Column(np.empty(0, kind)) for name, kind in _DTYPES.ite
 
 
 class EventLog:
-    """Reads the events of a folder's files: .jsonl, .ndjson and .parquet, each as a whole.
+    """Reads the events of a folder's files of JSON lines, .jsonl and .ndjson, each as a whole.
 
     Names that begin with ``.`` or ``_`` are no data yet. Any other entry of the folder is left out with a warning. A
     file that was read may be removed, except for the last one. The state has a fingerprint of each that is still there,
@@ -66,6 +55,13 @@ class EventLog:
     def __init__(self, columns: EventsConfig) -> None:
         self.folder = Path(columns.folder)
         self._columns = columns
+        self._begin()
+        if not columns.folder or not self.folder.is_dir():
+            raise DataError(
+                f"data.folder={columns.folder}: no such folder; name the folder in which the log's files lie"
+            )
+
+    def _begin(self) -> None:
         # The file that is read, its events, and the number of those that were taken.
         self._file = ""
         self._events = NO_EVENTS
@@ -75,10 +71,6 @@ class EventLog:
         self._read: dict[str, list[Any]] = {}
         # Entries of the folder that were seen; they are not looked at again.
         self._seen: set[str] = set()
-        if not columns.folder or not self.folder.is_dir():
-            raise DataError(
-                f"data.folder={columns.folder}: no such folder; name the folder in which the log's files lie"
-            )
 
     def read(self, most: int) -> Chunk:
         """Returns the next events that are there, at most ``most`` of them.
@@ -123,12 +115,7 @@ class EventLog:
         Raises:
             DataError: the file is not there, or one up to it was changed or came after it was read.
         """
-        self._file = ""
-        self._events = NO_EVENTS
-        self._row = 0
-        self._waiting = []
-        self._seen = set()
-        self._read = {}
+        self._begin()
         last = state["file"]
         if not last:
             return
@@ -243,28 +230,16 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _read(path: Path, columns: EventsConfig) -> Chunk:
-    """Returns the events of a file; names the first row that is none."""
-    if path.suffix.lower() in _JSON:
-        return _read_json(path, columns)
-    try:
-        rows = pq.read_metadata(path).num_rows
-    except pa.ArrowInvalid:
-        raise DataError(f"{path}: is no whole parquet file; {_RENAME}") from None
-    # A source of no rows is refused, but some writers make such parts.
-    if not rows:
-        return NO_EVENTS
-    return _events(read_columns(path, list(columns.kinds)), columns, path)
-
-
-def _read_json(path: Path, columns: EventsConfig) -> Chunk:
-    fields: list[tuple[str, Any]] = []
-    names = {}
-    for number, (name, kind) in enumerate(columns.kinds.items()):
-        kinds = {columns.label: _LABEL, columns.time: float}
-        fields.append((f"c{number}", _ID if kind == "int" else kinds[name]))
-        names[f"c{number}"] = name
-    event = msgspec.defstruct("Event", fields, rename=names)
-    decoder = msgspec.json.Decoder(event)
+    """Returns the events of a file; names the first line that is none."""
+    fields: list[tuple[str, Any]] = [("user", _ID), ("item", _ID)]
+    names = {"user": columns.user, "item": columns.item}
+    if columns.label:
+        fields.append(("label", _LABEL))
+        names["label"] = columns.label
+    if columns.time:
+        fields.append(("time", float))
+        names["time"] = columns.time
+    decoder = msgspec.json.Decoder(msgspec.defstruct("Event", fields, rename=names))
     rows: list[Any] = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
@@ -278,35 +253,8 @@ def _read_json(path: Path, columns: EventsConfig) -> Chunk:
             ) from None
     if not rows:
         return NO_EVENTS
-    table = pa.table(list(zip(*rows, strict=True)), names=list(columns.kinds))
-    return _events(table, columns, path)
-
-
-def _events(table: pa.Table, columns: EventsConfig, path: Path) -> Chunk:
-    """Returns the events of a file's columns, checked."""
-    arrays = {}
-    for name, kind in columns.kinds.items():
-        array = one_piece(table[name])
-        if array.null_count:
-            row = pc.index(array.is_null(), True)
-            raise DataError(f"{path}: row {row} has no '{name}'; mend the row")
-        is_whole = pa.types.is_integer(array.type)
-        if not is_whole and (kind == "int" or kind_of(array.type) not in _NUMBERS):
-            raise DataError(f"{path}: column '{name}' is {array.type}; {_RULE}")
-        try:
-            arrays[name] = array.cast(_TYPES[kind]).to_numpy()
-        except pa.ArrowInvalid as error:
-            raise DataError(
-                f"{path}: column '{name}': {str(error)[:60]}; {_RULE}"
-            ) from None
-    users = arrays[columns.user]
-    labels = arrays.get(columns.label, np.ones(len(users)))
-    wrong = ~((labels >= 0) & (labels <= 1))
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise DataError(
-            f"{path}: row {row}: '{columns.label}' is {labels[row]:g}; {_RULE}; mend the row"
-        )
-    times = arrays.get(columns.time, np.full(len(users), np.nan))
-    values = (users, arrays[columns.item], labels.astype(np.float32), times)
-    return Chunk(dict(zip(_DTYPES, map(Column, values), strict=True)))
+    values: dict[str, Any] = {LABEL: np.ones(len(rows)), TIME: [np.nan] * len(rows)}
+    values |= zip(names, zip(*rows, strict=True), strict=True)
+    return Chunk(
+        {name: Column(np.array(values[name], kind)) for name, kind in _DTYPES.items()}
+    )

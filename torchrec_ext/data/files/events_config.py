@@ -5,14 +5,12 @@ This module imports no torch, so that a command line is checked at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventsConfig:
-    """A log that grows: a folder into which whole .jsonl, .ndjson and .parquet files are renamed.
+    """A log that grows: a folder into which whole files of JSON lines, .jsonl or .ndjson, are renamed.
 
     Args:
         name: name of the log, for reports.
@@ -47,9 +45,3 @@ class EventsConfig:
                 raise ValueError(
                     f"data.{name}={getattr(self, name)}: must be 0 or more"
                 )
-
-    @property
-    def kinds(self) -> Mapping[str, Literal["int", "float"]]:
-        """Kind of each column by name."""
-        kinds: dict[str, Literal["int", "float"]] = {self.user: "int", self.item: "int"}
-        return kinds | {name: "float" for name in (self.label, self.time) if name}

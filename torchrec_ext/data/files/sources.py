@@ -12,10 +12,11 @@ import glob
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import unquote
@@ -142,7 +143,9 @@ def _find(address: str) -> list[DataFile]:
             stacklevel=4,
         )
     if not found:
-        rule = f"the folder has no file that ends in {' or '.join(ENDINGS)}"
+        rule = "no such file"
+        if matches:
+            rule = f"the folder has no file that ends in {' or '.join(ENDINGS)}"
         raise DataError(f"{address}: {rule}; check the path")
     files = []
     for where in sorted(found):
@@ -163,11 +166,16 @@ def _before_wildcard(parts: Sequence[str]) -> Sequence[str]:
 
 
 class _Opening(NamedTuple):
-    """A file's schema, its groups' numbers of rows, and a digest of its footer."""
+    """A file's schema, its groups' numbers of rows, and a digest of its footer.
+
+    ``footer`` is None in a set of very many files; ``written`` is the size and the last write of a local file.
+    """
 
     schema: pa.Schema
     rows: list[int]
     evidence: bytes
+    footer: pq.FileMetaData | None
+    written: tuple[int, int] | None
 
 
 class ParquetSource:
@@ -191,7 +199,6 @@ class ParquetSource:
 
     def __init__(self, paths: PathLike | Sequence[PathLike]) -> None:
         self.files = find_files(paths)
-        self._footers: dict[str, pq.FileMetaData] = {}
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
             self._openings = list(pool.map(self._opening, self.files))
         groups = []
@@ -245,10 +252,8 @@ class ParquetSource:
         )
 
     def _opening(self, file: DataFile) -> _Opening:
-        with self._file(file) as opened:
+        with _open(file) as opened:
             metadata = opened.metadata
-        if len(self.files) <= _FOOTER_LIMIT:
-            self._footers[file.path] = metadata
         stream = pa.BufferOutputStream()
         metadata.write_metadata_file(stream)
         groups = range(metadata.num_row_groups)
@@ -256,24 +261,9 @@ class ParquetSource:
             metadata.schema.to_arrow_schema(),
             [metadata.row_group(number).num_rows for number in groups],
             hashlib.sha256(stream.getvalue()).digest(),
+            metadata if len(self.files) <= _FOOTER_LIMIT else None,
+            _written(file),
         )
-
-    def _file(self, file: DataFile, *, in_parts: bool = False) -> pq.ParquetFile:
-        # 0 reads all bytes of a column at once.
-        buffer_size = 0
-        if in_parts:
-            buffer_size = _AHEAD_REMOTE if file.remote else _AHEAD
-        try:
-            return pq.ParquetFile(
-                file.open() if file.remote else file.path,
-                metadata=self._footers.get(file.path),
-                page_checksum_verification=True,
-                # Fewer and larger requests.
-                pre_buffer=file.remote is not None and not in_parts,
-                buffer_size=buffer_size,
-            )
-        except Exception as error:
-            raise _unreadable(file, error) from error
 
     @property
     def columns(self) -> list[str]:
@@ -357,7 +347,8 @@ class ParquetSource:
         for start in range(0, len(stored), size):
             some = set(stored[start : start + size])
             of_some = [name for name in names if self._column(name) in some]
-            yield from self._chunk(group, of_some, partial(self._group, group)).items()
+            table = self.table(group, self._stored(of_some))
+            yield from self._chunk(group, of_some, table).items()
 
     def table(self, group: RowGroup, names: Sequence[str]) -> pa.Table:
         """Reads the columns ``names`` of one group as they stand, with their nulls.
@@ -365,7 +356,12 @@ class ParquetSource:
         Raises:
             DataError: the file is gone or damaged; the message names file, row group and column.
         """
-        return self._table(group, list(names), partial(self._group, group))
+        if not names:
+            return pa.table({})
+        with self._reading(group) as file:
+            return file.read_row_group(
+                group.number, columns=list(names), use_threads=False
+            )
 
     def parts(
         self, group: RowGroup, names: Sequence[str], start: int, size: int
@@ -375,22 +371,19 @@ class ParquetSource:
         Raises:
             DataError: see :meth:`read`.
         """
-        tables = self._parts(group, self._stored(names), start, size)
+        stored = self._stored(names)
+        tables = self._parts(group, stored, start, size)
         for first in [start, *range((start // size + 1) * size, group.rows, size)]:
             rows = min((first // size + 1) * size, group.rows) - first
             part = dataclasses.replace(group, first=first, rows=rows)
             # Without a name, which would keep the chunk alive in this frame, one for
             # each lane.
-            yield self._chunk(part, names, lambda _: next(tables))
-
-    def _group(self, group: RowGroup, names: list[str]) -> pa.Table:
-        with self._file(self.files[group.file]) as file:
-            return file.read_row_group(group.number, columns=names, use_threads=False)
+            yield self._chunk(part, names, next(tables) if stored else pa.table({}))
 
     def _parts(
         self, group: RowGroup, names: list[str], start: int, size: int
     ) -> Iterator[pa.RecordBatch]:
-        with self._file(self.files[group.file], in_parts=True) as file:
+        with self._reading(group, in_parts=True) as file:
             # pyarrow cannot skip pages, so what lies before is decoded for nothing.
             for number, batch in enumerate(
                 file.iter_batches(
@@ -400,19 +393,38 @@ class ParquetSource:
                 if number * size + len(batch) > start:
                     yield batch.slice(max(start - number * size, 0))
 
+    @contextmanager
+    def _reading(
+        self, group: RowGroup, *, in_parts: bool = False
+    ) -> Iterator[pq.ParquetFile]:
+        """Opens the file of a group; names the group where reading fails, or other rows would be read."""
+        file, opening = self.files[group.file], self._openings[group.file]
+        try:
+            if _written(file) != opening.written:
+                raise DataError(
+                    f"{file.name}: was written to after it was opened; its rows may be others: begin anew"
+                )
+            with _open(file, opening.footer, in_parts=in_parts) as opened:
+                yield opened
+        except DataError:
+            raise
+        # Of Arrow, the disk or the network.
+        except Exception as error:
+            raise DataError(
+                f"{group.name} cannot be read: the file is damaged, cut or gone; copy or write it again "
+                f"({str(error).splitlines()[0][:60]})"
+            ) from error
+
     def _stored(self, names: Sequence[str]) -> list[str]:
         stored = [self._column(name) for name in names if name not in self._partitions]
         return list(dict.fromkeys(stored))
 
     def _chunk(
-        self,
-        part: RowGroup,
-        names: Sequence[str],
-        read_table: Callable[[list[str]], pa.Table | pa.RecordBatch],
+        self, part: RowGroup, names: Sequence[str], table: pa.Table | pa.RecordBatch
     ) -> Chunk:
-        stored = self._stored(names)
-        table = self._table(part, stored, read_table)
-        columns = {name: as_column(part, name, table.column(name)) for name in stored}
+        columns = {}
+        for name in self._stored(names):
+            columns[name] = as_column(part, name, table.column(name))
         for name, kind in self._partitions.items():
             if name in names:
                 text = self.files[part.file].partitions[name]
@@ -427,23 +439,36 @@ class ParquetSource:
         ordered = sorted(names, key=lambda name: places.index(self._column(name)))
         return Chunk({name: chunk[name] for name in ordered})
 
-    def _table(
-        self,
-        part: RowGroup,
-        names: list[str],
-        read_table: Callable[[list[str]], pa.Table | pa.RecordBatch],
-    ) -> pa.Table | pa.RecordBatch:
-        """Reads columns of a group or a part of it; names the group where this fails."""
-        try:
-            return read_table(names) if names else pa.table({})
-        except DataError:
-            raise
-        # Of Arrow, the disk or the network.
-        except Exception as error:
-            raise DataError(
-                f"{part.name} cannot be read: the file is damaged, cut or gone; copy or write it again "
-                f"({str(error).splitlines()[0][:60]})"
-            ) from error
+
+def _written(file: DataFile) -> tuple[int, int] | None:
+    """Returns size and last write of a local file."""
+    if file.remote:
+        return None
+    status = os.stat(file.path)
+    return status.st_size, status.st_mtime_ns
+
+
+def _open(
+    file: DataFile, footer: pq.FileMetaData | None = None, *, in_parts: bool = False
+) -> pq.ParquetFile:
+    # 0 reads all bytes of a column at once.
+    buffer_size = 0
+    if in_parts:
+        buffer_size = _AHEAD_REMOTE if file.remote else _AHEAD
+    try:
+        return pq.ParquetFile(
+            file.open() if file.remote else file.path,
+            metadata=footer,
+            page_checksum_verification=True,
+            # Fewer and larger requests.
+            pre_buffer=file.remote is not None and not in_parts,
+            buffer_size=buffer_size,
+        )
+    except Exception as error:
+        why = str(error).splitlines()[0][:90]
+        raise DataError(
+            f"{file.name}: cannot be read as parquet ({why}); copy or write it again, or check path, rights and network"
+        ) from error
 
 
 def _sample(file: DataFile) -> bytes:
@@ -471,28 +496,3 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
         are_whole = all(text.removeprefix("-").isdecimal() for text in texts)
         types[name] = pa.int64() if are_whole else pa.string()
     return types
-
-
-def _unreadable(file: DataFile, error: Exception) -> DataError:
-    why = str(error).splitlines()[0][:90]
-    return DataError(
-        f"{file.name}: cannot be read as parquet ({why}); copy or write it again, or check path, rights and network"
-    )
-
-
-def read_columns(path: PathLike, names: Sequence[str] | None = None) -> pa.Table:
-    """Reads a whole file as it stands, of any types and with its nulls.
-
-    Args:
-        path: a parquet file.
-        names: names of columns; all by default.
-
-    Raises:
-        DataError: the file is missing, is not parquet, is cut short or damaged, has no rows, or lacks a column.
-    """
-    source = ParquetSource(path)
-    table_names = list(source.columns if names is None else names)
-    for name in table_names:
-        source.type_of(name)
-    tables = [source.table(group, table_names) for group in source.groups]
-    return pa.concat_tables(tables).combine_chunks()

@@ -29,7 +29,7 @@ from torchrec_ext.data.columns import (
     Int64,
     offsets_of,
 )
-from torchrec_ext.data.files.arrow import Kind, RowGroup, as_int64
+from torchrec_ext.data.files.arrow import Kind, RowGroup
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.batch import RowColumns
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -156,7 +156,7 @@ class BlockLayout:
         """Yields each column as ids (int64), if it is one, and as numbers (float32), checked; ``True`` tells ids."""
         for name, column in columns:
             if name in self.features:
-                self._check_kind(group, name, column, "iu", "whole numbers")
+                self._check_kind(group, name, column, "iu", "int64")
                 yield name, True, self._ids(group, name, column, self.features[name])
             if name in self.floats:
                 kinds = "" if column.ragged else "iufb"
@@ -168,8 +168,10 @@ class BlockLayout:
         self, group: RowGroup, name: str, column: Column, kinds: str, rule: str
     ) -> None:
         """Refuses a column in memory of another kind, which files are asked for before they are read."""
-        if column.pool.dtype.kind not in kinds:
-            kind = column.pool.dtype if kinds else "lists"
+        dtype = column.pool.dtype
+        # Half of the values of uint64 do not fit int64.
+        if dtype.kind not in kinds or (kinds == "iu" and dtype == np.uint64):
+            kind = dtype if kinds else "lists"
             raise DataError(
                 f"{group.name}, column '{name}': is {kind}, must be {rule}; convert it where it is written"
             )
@@ -193,11 +195,7 @@ class BlockLayout:
     def _ids(
         self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None
     ) -> Column:
-        if feature and self.out_of_range == "oov":
-            # A value beyond int64 becomes negative, and so out of vocabulary as well.
-            values = column.values.astype(np.int64, copy=False)
-        else:
-            values = as_int64(group.name, name, column, group.first)
+        values = column.values.astype(np.int64, copy=False)
         # As unsigned numbers negative ids are the largest: one pass over the column
         # finds both kinds.
         if (

@@ -21,6 +21,7 @@ from torchrec_ext.data.preprocess.columns import (
     ID_LISTS,
     IDS,
     INT64,
+    STRING,
     Cells,
     Columns,
     Types,
@@ -48,11 +49,9 @@ class Vocabulary:
 
     Args:
         values: (V,) int64 or string, the most frequent first.
-        counts: (V,) int64, the number of rows of each value in fitting.
     """
 
     values: pa.Array
-    counts: pa.Array
 
     def __len__(self) -> int:
         """Number of rows of an embedding table, V + 1."""
@@ -60,12 +59,11 @@ class Vocabulary:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the index: another process, such as Spark's, hashes texts otherwise.
-        return Vocabulary, (self.values, self.counts)
+        return Vocabulary, (self.values,)
 
     def by_value(self) -> Vocabulary:
         """Returns the same values in sorted order."""
-        order = pc.sort_indices(self.values)
-        return Vocabulary(self.values.take(order), self.counts.take(order))
+        return Vocabulary(self.values.take(pc.sort_indices(self.values)))
 
     def ids(self, column: Cells) -> Int64:
         """Returns the ids of the values of a column of int64 or of texts; 0 for null and for an unknown value."""
@@ -98,16 +96,8 @@ class Vocabulary:
         # Equal hashes do not make equal texts.
         for row in found.nonzero()[0].tolist() if is_text else ():
             if self.values[int(found[row]) - 1].as_py() != texts[row]:
-                found[row] = self._of_equal_hashes(keys[row], texts[row])
+                found[row] = self.values.index(texts[row]).as_py() + 1
         return found
-
-    def _of_equal_hashes(self, key: int, text: str) -> int:
-        ordered, ids = self._index
-        begin, end = ordered.searchsorted(key), ordered.searchsorted(key, side="right")
-        for id_ in ids[begin:end].tolist():
-            if self.values[id_ - 1].as_py() == text:
-                return int(id_)
-        return 0
 
     @cached_property
     def _index(self) -> tuple[Int64, Int64]:
@@ -186,9 +176,9 @@ class Categorify(Step):
         return (self.output or self.column, *self.also)
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
+    def fit_column(self) -> str:
         """``column``; its values are counted."""
-        return (self.column,)
+        return self.column
 
     def meaning(self, state: Vocabulary) -> Mapping[str, Any]:
         """Returns nothing: the values of a vocabulary are compared one by one, and more may follow them."""
@@ -216,16 +206,16 @@ class Categorify(Step):
         value = quoted(self.column)
         if pa.types.is_list(types[self.column]):
             value = f"unnest({value})"
+        # All texts of a vocabulary may be more than 2 GB.
+        is_text = value_type(types[self.column]) == STRING
+        dtype = pa.large_string() if is_text else INT64
         # Ties by value: ids must not depend on the threads or the order of the files.
         limit = f"LIMIT {self.max_size}" if self.max_size else ""
         counted = query(
-            f"SELECT value, count(*) AS count FROM (SELECT {value} AS value FROM fit_rows) WHERE value IS NOT NULL "
-            f"GROUP BY value HAVING count(*) >= {self.min_count} ORDER BY count DESC, value {limit}"
+            f"SELECT value FROM (SELECT {value} AS value FROM fit_rows) WHERE value IS NOT NULL "
+            f"GROUP BY value HAVING count(*) >= {self.min_count} ORDER BY count(*) DESC, value {limit}"
         )
-        return Vocabulary(
-            _as_one_array(counted["value"], value_type(types[self.column])),
-            _as_one_array(counted["count"], pa.int64()),
-        )
+        return Vocabulary(counted["value"].cast(dtype).combine_chunks())
 
     def apply(self, columns: Columns, state: Vocabulary) -> Columns:
         """Looks the values up."""
@@ -243,21 +233,6 @@ class Categorify(Step):
 def value_type(dtype: pa.DataType) -> pa.DataType:
     """Returns the type of one value of a column."""
     return dtype.value_type if pa.types.is_list(dtype) else dtype
-
-
-# Bytes of all texts in an array with offsets of 32 bits.
-_MOST = 2**31 - 1
-
-
-def _as_one_array(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
-    if pa.types.is_string(dtype):
-        # Null without a value.
-        size = pc.sum(pc.binary_length(data)).as_py() or 0
-        if size > _MOST:
-            dtype = pa.large_string()
-    pieces = [chunk.cast(dtype) for chunk in data.chunks]
-    # Arrow concatenates no empty list.
-    return pa.concat_arrays(pieces or [pa.array([], dtype)])
 
 
 def hashed_id(text: str, buckets: int) -> int:

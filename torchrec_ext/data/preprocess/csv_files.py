@@ -41,13 +41,12 @@ def read_csv(
     delimiter: str = ",",
     quote: str = '"',
     encoding: str = "utf-8",
-    line_breaks: bool = False,
     broken: int = 0,
 ) -> str:
     """Reads columns of CSV files, plain or compressed, into a table of the connection.
 
     Each file has a header of its own, in any order. A time is in ISO 8601, as in a request, and becomes UTC. An empty
-    value is NULL. A value with a line break is refused by default, since most are a quote without its end.
+    value is NULL. A value with a line break is refused, since most are a quote without its end.
 
     Args:
         con: connection of DuckDB.
@@ -57,7 +56,6 @@ def read_csv(
         delimiter: character between two values.
         quote: character around a value that holds a delimiter; empty if there is none.
         encoding: encoding of the files, such as ``latin-1``.
-        line_breaks: whether quoted values may have line breaks.
         broken: greatest number of lines with too few or too many values to leave out; they are counted in a line.
 
     Returns:
@@ -67,6 +65,10 @@ def read_csv(
         DataError: a file is missing, lacks a column, has a value of another type or more broken lines, or a quote
             without its end takes further lines into a value.
     """
+    if len(delimiter) != 1:
+        raise DataError(
+            f"delimiter={delimiter!r}: must be one character; replace it first: sed 's/{delimiter}/\\t/g'"
+        )
     for name, kind in types.items():
         if kind not in _TYPES:
             raise DataError(
@@ -93,7 +95,6 @@ def read_csv(
                 "parse_options": arrow_csv.ParseOptions(
                     delimiter=delimiter,
                     quote_char=quote or False,
-                    newlines_in_values=line_breaks,
                     invalid_row_handler=skip,
                 ),
             }
@@ -101,7 +102,7 @@ def read_csv(
             found = rows + len(skipped) - before + (names is None)
             if quote:
                 marks = (quote.encode(), delimiter.encode())
-                _check_lines(path, encoding, marks, found, line_breaks=line_breaks)
+                _check_lines(path, encoding, marks, found)
         except DataError:
             raise
         except (pa.ArrowException, OSError, LookupError, ValueError) as error:
@@ -202,36 +203,29 @@ def _opened(path: Path, encoding: str) -> Any:
 
 
 def _check_lines(
-    path: Path,
-    encoding: str,
-    marks: tuple[bytes, bytes],
-    found: int,
-    *,
-    line_breaks: bool,
+    path: Path, encoding: str, marks: tuple[bytes, bytes], found: int
 ) -> None:
-    """Refuses lines within values, and quotes that are not doubled; with ``line_breaks`` a last value without end."""
+    """Refuses lines within values, and quotes that are not doubled."""
     q, d = map(re.escape, marks)
     # Each value is without a quote, or between two, and holds only doubled ones.
     value = rb"(?:%b[^%b]*(?:%b%b[^%b]*)*%b|[^%b%b\r\n]*)" % (q, q, q, q, q, q, q, d)
     whole = re.compile(rb"%b(?:%b%b)*[\r\n]*" % (value, d, value))
-    lines = quotes = 0
-    odd = loose = 0
+    lines = odd = loose = 0
     with io.BufferedReader(_opened(path, encoding), 2**20) as file:
         for number, line in enumerate(file, 1):
             # Arrow leaves blank lines out.
             lines += line not in (b"\n", b"\r\n")
             count = line.count(marks[0])
-            quotes += count
             if count % 2:
                 odd = odd or number
             if count and not loose and not whole.fullmatch(line):
                 loose = number
-    if quotes % 2 if line_breaks else lines > found:
+    if lines > found:
         raise DataError(
             f"{path}: line {odd}: a quote without its end or a line break in a value: {lines:,} lines, {found:,} rows; "
-            "mend it, or read_csv(line_breaks=True) if breaks are meant, quote='' if quotes are text"
+            "mend it, or quote='' if quotes are text; DuckDB's own read_csv reads breaks"
         )
-    if loose and not line_breaks:
+    if loose:
         raise DataError(
             f"{path}: line {loose}: a quote inside of a value is not doubled; mend it, or quote='' if quotes are text"
         )

@@ -40,8 +40,10 @@ def scan(
             other = source.type_of(name, number)
             kind, wider = raw_type(other), raw_type(dtype)
             # DuckDB reads all files by the first one's types. Of a column without a value pandas knows none.
+            whole = pa.types.is_integer(dtype) and pa.types.is_integer(other)
+            is_wider = whole and other.bit_width > dtype.bit_width
             if other not in (dtype, pa.null()) and not (
-                kind and wider and widens(kind, wider)
+                kind and wider and widens(kind, wider) and not is_wider
             ):
                 raise DataError(
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "

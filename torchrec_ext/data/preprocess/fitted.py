@@ -160,16 +160,13 @@ class FittedPreprocessor:
 
         Columns of one vocabulary have the same ids for the same values, so that one embedding table does for all.
         """
-        writers: dict[str, int | str] = {}
-        for number, (step, state) in enumerate(self.pairs):
-            # By number at first: a later step may replace the column that would name
-            # it.
-            for name in step.writes:
-                writers[name] = number if isinstance(state, Vocabulary) else name
         first_columns: dict[int | str, str] = {}
-        return {
-            name: first_columns.setdefault(writers[name], name) for name in self.vocab
-        }
+        names = {}
+        for name in self.vocab:
+            state = self.state_of(name)
+            key = id(state) if isinstance(state, Vocabulary) else name
+            names[name] = first_columns.setdefault(key, name)
+        return names
 
     @property
     def id_values(self) -> dict[str, pa.Array]:
@@ -388,13 +385,10 @@ class FittedPreprocessor:
             return Cells(values, None, cells.offsets, cells.texts)
         index = int((~is_there).argmax())
         row = index if cells.offsets is None else cells.column().row_of(index)
-        remedy = f"have it filled: put FillMissing(column='{name}', ...) before it"
-        if name in self.keep:
-            remedy = "fill it where it is written, since it is kept as it is"
-        rule = f"the result is missing, null or NaN; send a value, or {remedy}"
-        if dtype is not None and not np.isnan(cells.values[index]):
-            remedy = "mend the file or request, or clip it first with LogClip"
-            rule = f"the result, {cells.values[index]:.6g}, is beyond float32; {remedy}"
+        rule = (
+            "the result is missing, NaN or beyond float32; fill it where it is written, or by "
+            f"FillMissing(column='{name}', ...) or LogClip"
+        )
         raise CellError(name, row, rule)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
@@ -555,7 +549,6 @@ def requests_sql(
     fitted: FittedPreprocessor,
     data: Opened,
     past: Opened,
-    extra: Sequence[str] = (),
     where: str = "",
 ) -> str:
     """Returns SQL for rows as a request has them: raw columns, and the events that each history needs.
@@ -564,13 +557,12 @@ def requests_sql(
         fitted: steps; their states are not needed.
         data: the rows.
         past: the events.
-        extra: further raw columns of the rows.
         where: condition for the rows, which may use their number ``__row__``.
     """
     histories = [step for step in fitted.steps if isinstance(step, History)]
     sent = {name for step in histories for name in step.sent}
     names = [name for name in fitted.request_columns if name not in sent]
-    names = list(dict.fromkeys([*names, *fitted.keep, *extra]))
+    names = list(dict.fromkeys([*names, *fitted.keep]))
     inner = list(names)
     for step in histories:
         inner += [step.user, step.time]
@@ -627,15 +619,12 @@ def _save_step(
     if not isinstance(state, Vocabulary):
         return {**entry, "state": state}
     name = f"vocabulary-{number:03}.parquet"
-    table = pa.table({"value": state.values, "count": state.counts})
+    table = pa.table({"value": state.values})
     # Values are distinct, so a dictionary of them would take longer and save nothing.
-    pq.write_table(
-        table, folder / name, write_page_checksum=True, use_dictionary=["count"]
-    )
+    pq.write_table(table, folder / name, write_page_checksum=True, use_dictionary=False)
     return {
         **entry,
         "vocabulary": name,
-        "rows": len(table),
         "sha256": measure_file(folder / name)["sha256"],
     }
 
@@ -656,5 +645,5 @@ def _load_step(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, StepState]
             f"{path}: does not have the SHA-256 in {_MAIN}: it was changed or damaged; copy it again"
         )
     with pq.ParquetFile(path) as file:
-        table = file.read()
-    return step, Vocabulary(one_piece(table["value"]), one_piece(table["count"]))
+        values = file.read(["value"])["value"]
+    return step, Vocabulary(one_piece(values))

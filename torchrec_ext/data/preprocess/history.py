@@ -15,7 +15,6 @@ from torchrec_ext.data.preprocess.columns import (
     IDS,
     INT64,
     TIMES,
-    CellError,
     Cells,
     Columns,
     Mask,
@@ -25,7 +24,7 @@ from torchrec_ext.data.preprocess.columns import (
 )
 from torchrec_ext.data.preprocess.step import Step, StepState, quoted
 from torchrec_ext.data.preprocess.times import per_second
-from torchrec_ext.schema.validation import check_least
+from torchrec_ext.schema.validation import DataError, check_least
 
 # Starts of buckets of gaps in seconds, for History.gaps: 1, 2, 4 and so on to two
 # years.
@@ -254,11 +253,8 @@ def _last(row: Int64, rows: int, length: int) -> tuple[Mask, Int64]:
 
 def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
     """Refuses lists without exactly one value per item."""
-    expected = lists[0].lengths
     for name, column in zip(names, lists, strict=True):
-        lengths = column.lengths
-        if not np.array_equal(expected, lengths):
-            row = int((expected != lengths).argmax())
-            what = "time" if name == names[1] else "value"
-            rule = f"{expected[row]} items, but '{name}' has {lengths[row]}; send one {what} for each item"
-            raise CellError(names[0], row, rule)
+        if not np.array_equal(lists[0].lengths, column.lengths):
+            raise DataError(
+                f"columns '{names[0]}' and '{name}' have lists of different lengths; send one value for each item"
+            )

@@ -1,12 +1,11 @@
 """Bucketize, LogClip, Normalize: steps on one number column; null, NaN and the infinities count as missing.
 
-FillMissing: a value for null; for floats also for NaN and the infinities.
+FillMissing: a number for these.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,9 @@ from torchrec_ext.data.preprocess.columns import (
     FLOAT64,
     INT64,
     NUMBERS,
-    STRING,
     Cells,
     Columns,
     Types,
-    need,
-    raw_type,
-    words,
 )
 from torchrec_ext.data.preprocess.step import (
     ColumnStep,
@@ -102,29 +97,25 @@ class Bucketize(_NumberStep):
             )
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
+    def fit_column(self) -> str | None:
         """``column``, if boundaries are fitted."""
-        return (self.column,) if self.quantiles else ()
+        return self.column if self.quantiles else None
 
     def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Fits the boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
-        numbers = _finite(self.column)
-        size = query(f"SELECT count(*) AS n FROM {numbers}")["n"][0].as_py()
-        _check_not_empty(self, size, where)
         # The smallest value with at least this share of the rows at or below it: counts
         # are exact, and take less memory than DuckDB's quantiles.
-        places = [
-            f"({-(-size * bucket // self.quantiles)})"
-            for bucket in range(1, self.quantiles)
-        ]
+        parts = self.quantiles
         boundaries = query(
-            f"WITH counts AS (SELECT x, count(*) AS n FROM {numbers} GROUP BY x), "
-            "sums AS (SELECT x, n, sum(n) OVER (ORDER BY x) AS upto FROM counts) "
-            f"SELECT x FROM sums JOIN (VALUES {', '.join(places)}) p(place) ON upto >= place AND upto - n < place"
+            f"WITH counts AS (SELECT x, count(*) AS n FROM {_finite(self.column)} GROUP BY x), "
+            "sums AS (SELECT x, n, sum(n) OVER (ORDER BY x) AS upto, sum(n) OVER () AS total FROM counts) "
+            f"SELECT x FROM sums WHERE least(upto * {parts} // total, {parts - 1}) > (upto - n) * {parts} // total "
+            "ORDER BY x"
         )["x"].to_pylist()
-        return {"boundaries": sorted(set(boundaries))}
+        _check_not_empty(self, len(boundaries), where)
+        return {"boundaries": boundaries}
 
     def apply(self, columns: Columns, state: StepState) -> Columns:
         """Bisects the boundaries."""
@@ -188,9 +179,9 @@ class Normalize(_NumberStep):
     output: str | None = None
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
+    def fit_column(self) -> str:
         """``column``."""
-        return (self.column,)
+        return self.column
 
     def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Fits mean and standard deviation."""
@@ -220,54 +211,26 @@ class Normalize(_NumberStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FillMissing(ColumnStep):
-    """Replaces missing values. Of normalized numbers 0 is the mean.
+class FillMissing(_NumberStep):
+    """Replaces missing numbers, as floats. Of normalized numbers 0 is the mean.
 
     Args:
-        column: name of a column of integers, floats or strings.
-        value: value to put in, of the column's type.
+        column: name of a column of integers or floats.
+        value: number to put in.
         output: name of the result; ``column`` by default.
     """
 
     column: str
-    value: int | float | str
+    value: float
     output: str | None = None
-    takes = NUMBERS | {STRING}
 
     def __post_init__(self) -> None:
-        # An integer too, since a column of floats takes it.
-        if (
-            isinstance(self.value, int | float)
-            and not abs(self.value) <= sys.float_info.max
-        ):
+        if not isinstance(self.value, int | float) or not math.isfinite(self.value):
             raise ValueError(
-                f"FillMissing('{self.column}'): value={str(self.value)[:40]}: must be finite"
+                f"FillMissing('{self.column}'): value={self.value!r}: must be a finite number; fill texts in SQL"
             )
-
-    def types(self, types: Types) -> Types:
-        """Returns the column's own type."""
-        dtype = need(types, self, self.column, self.takes, "choose another column")
-        value = self.value
-        fits = {STRING: str, INT64: int, FLOAT64: int | float}[dtype]
-        # To Python a bool is an int, of any size.
-        is_wrong = isinstance(value, bool) or not isinstance(value, fits)
-        if is_wrong or (dtype == INT64 and not -(2**63) <= int(value) < 2**63):
-            raise DataError(
-                f"column '{self.column}' is {raw_type(dtype)}, {self} has {value=!r}; give a value of that type"
-            )
-        return {self.writes[0]: dtype}
 
     def apply(self, columns: Columns, state: StepState) -> Columns:
         """Replaces the missing values of the column."""
-        column = columns[self.column]
-        if column.texts is not None:
-            # The place of null is -1: that of the text at the end.
-            texts = [*words(column.texts), str(self.value)]
-            places = np.where(column.is_valid, column.values, len(texts) - 1)
-            return {self.writes[0]: Cells(places, texts=texts)}
-        if column.values.dtype == np.int64:
-            filled = np.where(column.is_valid, column.values, self.value)
-        else:
-            x = column.numbers
-            filled = np.where(np.isnan(x), self.value, x)
-        return {self.writes[0]: Cells(filled)}
+        x = columns[self.column].numbers
+        return {self.writes[0]: Cells(np.where(np.isnan(x), self.value, x))}

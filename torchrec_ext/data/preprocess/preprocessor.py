@@ -26,9 +26,9 @@ from torchrec_ext.data.preprocess.rows import (
     open_rows,
     query_of,
     telling,
-    working_columns,
+    working_column,
 )
-from torchrec_ext.data.preprocess.step import Query, Step, ancestors, makes_ids
+from torchrec_ext.data.preprocess.step import Query, Step, makes_ids
 
 FitProgress = Callable[[str], None]
 
@@ -49,11 +49,11 @@ class Preprocessor:
         ValueError: the steps contradict one another.
 
     Example:
-        >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
+        >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Lists, Normalize
         >>> steps = [Categorify(column="city"), Normalize(column="age"), FillMissing(column="age", value=0)]
         >>> Preprocessor(steps, keep=["label"]).raw_columns
         ('city', 'age', 'label')
-        >>> Preprocessor([Categorify(column="city"), FillMissing(column="City", value="?")])
+        >>> Preprocessor([Categorify(column="city"), Lists(column="City", separator=" ")])
         Traceback (most recent call last):
         ...
         ValueError: columns 'City' and 'city' differ in case alone, which DuckDB does not tell apart; rename one
@@ -160,32 +160,31 @@ class Preprocessor:
 def _fit_rows(
     fitted: FittedPreprocessor, step: Step, data: Opened, past: Opened, con: Connection
 ) -> Iterator[Query]:
-    """Yields SQL over the columns that a step is fitted on, after the steps before it."""
-    names = step.fit_reads
-    numbers = ancestors(fitted.steps, len(fitted.steps), names)
-    if not numbers:
-        columns = working_columns(data.raw, names)
-        yield query_of(con, "VIEW", f"SELECT {columns} FROM {data.view}")
+    """Yields SQL over the column that a step is fitted on, after the steps before it."""
+    name = step.fit_column
+    if name is None:
+        yield query_of(con, "VIEW", "SELECT NULL AS nothing")
         return
-    # Only the steps behind the columns are applied again.
-    pairs = [fitted.pairs[number] for number in numbers]
-    before = FittedPreprocessor(pairs, data.raw)
-    written = {name for earlier, _ in pairs for name in earlier.writes}
-    extra = [name for name in names if name not in written]
-    types = {**before.request_columns, **{name: data.raw[name] for name in extra}}
+    # Only the steps behind the column are applied again.
+    before = FittedPreprocessor(fitted.pairs, data.raw).only([name])
+    if not before.steps:
+        column = working_column(name, data.raw[name])
+        yield query_of(con, "VIEW", f"SELECT {column} FROM {data.view}")
+        return
+    types = before.request_columns
+    schema = pa.schema([(name, before.types[-1][name])])
 
     def made() -> Iterator[pa.RecordBatch]:
-        for batch in batches(con, requests_sql(before, data, past, extra=extra)):
+        for batch in batches(con, requests_sql(before, data, past)):
             columns = before.apply(
                 {
-                    name: read_cells(name, batch.column(name), kind)
-                    for name, kind in types.items()
+                    read: read_cells(read, batch.column(read), kind)
+                    for read, kind in types.items()
                 }
             )
-            arrays = [columns[field.name].array(field.type) for field in schema]
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+            array = columns[name].array(schema.field(name).type)
+            yield pa.RecordBatch.from_arrays([array], schema=schema)
 
-    schema = pa.schema([(name, before.types[-1][name]) for name in names])
     # Another connection to the same database, since this one is reading.
     with con.cursor() as cursor:
         stream = named(cursor, pa.RecordBatchReader.from_batches(schema, made()))

@@ -10,16 +10,13 @@ import glob
 import itertools
 import re
 import tempfile
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from torchrec_ext.data.files.arrow import not_utf8, one_piece
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.preprocess.columns import (
     arrow_type,
@@ -146,6 +143,7 @@ _OF_SQL = (
 )
 # DuckDB's words for a fault in a file, and ours.
 _FAULTS = {
+    r'Invalid string encoding found in Parquet file "(.*?)": (.{1,60})': "{}: {}; write texts as UTF-8",
     r'JSON in file "(.*?)".* line (\d+): ([^\n]*)': "{}: line {}: {}; write one JSON object a line",
     r'Current file: ([^\n]*)\nColumn with name: "(.*?)" is miss': (
         "{}: column '{}' is missing; write the same columns to all files"
@@ -162,40 +160,13 @@ _FAULTS = {
 
 def _told(error: Exception) -> str:
     text = str(error)
-    encoded = re.search(r'Invalid string encoding found in Parquet file "(.*?)"', text)
-    if encoded:
-        return _place_of_text(encoded[1])
     for pattern, words in _FAULTS.items():
         if fault := re.search(pattern, text, re.DOTALL):
             return words.format(*fault.groups())
     if type(error).__name__ not in _OF_SQL:
         return ""
     remedy = "correct the SQL (quote reserved names), or write the column so"
-    return f"{_place_in_python(error)}DuckDB: {text.splitlines()[0][:90]}; {remedy}"
-
-
-def _place_in_python(error: Exception) -> str:
-    """Returns file and line of the caller's Python in which an error arose; empty if it was in ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    # DuckDB has frames of its own behind it.
-    others = [frame for frame in frames if "site-packages" not in frame.filename]
-    top = Path(__file__).parents[3]
-    ours = {top / "torchrec_ext", top / "torchx_apps"}
-    if not others or not ours.isdisjoint(Path(others[-1].filename).parents):
-        return ""
-    return f"{Path(others[-1].filename).name}: line {others[-1].lineno}: "
-
-
-def _place_of_text(file: str) -> str:
-    """Names the first text of a file that is no UTF-8."""
-    source = ParquetSource(file)
-    for group in source.groups:
-        table = source.table(group, source.columns)
-        for name in table.column_names:
-            row = not_utf8(one_piece(table[name]))
-            if row >= 0:
-                return f"{group.name}, column '{name}', row {row}: the text is no UTF-8; write it as UTF-8"
-    return f"{file}: a text is no UTF-8; write it as UTF-8"
+    return f"DuckDB: {text.splitlines()[0][:110]}; {remedy}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,17 +352,11 @@ _SQL = {pa.int64(): "BIGINT", pa.float64(): "DOUBLE", pa.string(): "VARCHAR"}
 _SQL |= {pa.list_(dtype): f"{name}[]" for dtype, name in _SQL.items()}
 
 
-def working_columns(raw: Mapping[str, str], names: Iterable[str]) -> str:
-    """Returns columns in the types that steps see, in SQL; times keep their unit."""
-    columns = []
-    for name in names:
-        dtype = _SQL.get(working_type(arrow_type(raw[name])))
-        column = quoted(name)
-        if dtype:
-            column = f"CAST({column} AS {dtype}) AS {column}"
-        columns.append(column)
-    # A table needs a column.
-    return ", ".join(columns) or "1 AS one"
+def working_column(name: str, raw: str) -> str:
+    """Returns a column in the type that steps see, in SQL; times keep their unit."""
+    dtype = _SQL.get(working_type(arrow_type(raw)))
+    column = quoted(name)
+    return f"CAST({column} AS {dtype}) AS {column}" if dtype else column
 
 
 def query_of(con: Connection, kind: str, select: str) -> Callable[[str], pa.Table]:

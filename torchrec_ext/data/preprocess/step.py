@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ from torchrec_ext.data.preprocess.columns import (
 )
 
 StepState = Any  # the result of fitting: a Vocabulary, or a dict of JSON values
-# Runs SQL over a table `fit_rows` with the step's `fit_reads` in working types.
+# Runs SQL over a table `fit_rows` with the step's `fit_column` in its working type.
 Query = Callable[[str], pa.Table]
 
 
@@ -37,9 +37,9 @@ class Step(ABC):
         """Names of the step's output columns, new or replaced."""
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
-        """Names of the columns needed in fitting; none if nothing is fitted."""
-        return ()
+    def fit_column(self) -> str | None:
+        """Name of the column needed in fitting; None if nothing is fitted."""
+        return None
 
     @abstractmethod
     def types(self, types: Types) -> Types:
@@ -104,28 +104,6 @@ class ColumnStep(Step):
 def makes_ids(step: Step, name: str) -> bool:
     """Says whether a result of the step is rows of a table; a history has the values of its events."""
     return type(step).vocab is not Step.vocab and name not in getattr(step, "ids", ())
-
-
-def ancestors(
-    steps: Sequence[Step], number: int, columns: Collection[str]
-) -> list[int]:
-    """Returns the numbers of the steps before ``number`` needed to make the columns.
-
-    Example:
-        >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
-        >>> steps = [FillMissing(column="age", value=0), Categorify(column="city"), Normalize(column="age")]
-        >>> ancestors(steps, 2, ["age"])
-        [0]
-    """
-    required_columns = set(columns)
-    step_numbers = []
-    # Backwards, as a step that makes a required column requires its own inputs from
-    # earlier steps.
-    for index in reversed(range(number)):
-        if not required_columns.isdisjoint(steps[index].writes):
-            step_numbers.append(index)
-            required_columns.update(steps[index].reads)
-    return step_numbers[::-1]
 
 
 def finite(number: str) -> str:

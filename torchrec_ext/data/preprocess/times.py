@@ -27,8 +27,6 @@ Feature = Literal["hour", "weekday", "month"]
 SIZES = {"hour": 24, "weekday": 7, "month": 12}
 # From 1900 to 2200: beyond it a time is a mistake of unit.
 _FIRST, _LAST = -2_208_988_800, 7_258_118_400
-# From 1990 to 2100: of most logs, and in one unit alone.
-_OURS = 631_152_000, 4_102_444_800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,31 +74,25 @@ class TimeFeatures(Step):
         return dict.fromkeys(self.writes, INT64)
 
     @property
-    def fit_reads(self) -> tuple[str, ...]:
+    def fit_column(self) -> str:
         """``column``; integers are looked at for their unit."""
-        return (self.column,)
+        return self.column
 
     def fit(self, query: Query, types: Types, where: str) -> StepState:
-        """Fits nothing; refuses integers that are dates of our days in another unit.
+        """Fits nothing; refuses integers of which half would be times beyond the year 2199.
 
         Raises:
-            DataError: naming the unit.
+            DataError: naming one of them.
         """
-        if types[self.column] != INT64:
-            return {}
-        column = quoted(self.column)
-        sql = f"SELECT quantile_disc({column}, 0.5) AS middle FROM fit_rows"
-        middle = query(sql)["middle"][0].as_py() or 0
-        fitting = [
-            unit
-            for unit, size in PER_SECOND.items()
-            if _OURS[0] <= middle // size < _OURS[1]
-        ]
-        if fitting and "s" not in fitting:
-            raise DataError(
-                f"{where}: column '{self.column}' has times such as {middle}, {fitting[0]} since 1970; convert them to "
-                f"seconds: {self.column} // {PER_SECOND[fitting[0]]:_}"
-            )
+        if types[self.column] == INT64:
+            column = quoted(self.column)
+            sql = f"SELECT quantile_disc({column}, 0.5) AS middle FROM fit_rows"
+            middle = query(sql)["middle"][0].as_py()
+            if middle and middle >= _LAST:
+                raise DataError(
+                    f"{where}: column '{self.column}' has times such as {middle}, beyond 2199 in seconds since 1970; "
+                    f"convert them, of milliseconds: {self.column} // 1_000"
+                )
         return {}
 
     def apply(self, columns: Columns, state: StepState) -> Columns:
