@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import TowerBatch, pack
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import Interaction, TowerModel, two_tower
 from torchrec_ext.schema import BatchSchema, Jagged
@@ -111,6 +111,37 @@ def batches(
         )
 
 
+def with_shared_rows(
+    schema: BatchSchema,
+    bags: Mapping[str, Jagged],
+    dense: Mapping[str, Tensor],
+    labels: Tensor,
+    total_weight: float,
+    queries: int,
+    index: Tensor,
+) -> TowerBatch:
+    """The batch of B rows of which each reads one of Q shared rows, as loaders make them."""
+    own, shared = (
+        torch.stack([dense[name] for name in names], 1)
+        if names
+        else torch.empty(rows, 0)
+        for names, rows in (
+            (schema.row_dense, len(labels)),
+            (schema.shared_dense, queries),
+        )
+    )
+    return pack(
+        schema.layout,
+        bags,
+        dense=own,
+        labels=labels,
+        weights=torch.ones_like(labels),
+        total_weight=torch.tensor(total_weight),
+        shared_dense=shared,
+        index=index,
+    )
+
+
 def pair_batches(
     schema: BatchSchema,
     count: int,
@@ -144,13 +175,11 @@ def pair_batches(
             values = rows(name, partial(torch.randint, high), length)
             lengths = torch.full((len(values),), length)
             features[name] = Jagged(values.flatten(), lengths)
-        yield schema.assemble(
-            features,
-            {name: rows(name, torch.rand) for name in schema.dense},
-            labels=rows("label", partial(torch.randint, 2)).float(),
-            total_weight=queries * width / world_size,
-            index=index if schema.shared else None,
-        )
+        dense = {name: rows(name, torch.rand) for name in schema.dense}
+        labels = rows("label", partial(torch.randint, 2)).float()
+        total = queries * width / world_size
+        count = local.stop - local.start
+        yield with_shared_rows(schema, features, dense, labels, total, count, index)
 
 
 # What no manifest is: to open a pipe waits for ever, a device has no end, and 60 MB of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
-from tests.examples import ITEMS
+from tests.examples import ITEMS, with_shared_rows
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel
@@ -124,14 +124,14 @@ def batch(kind: str, step: int, parts: Sequence[int]) -> TowerBatch:
             torch.randint(queries, (ROWS,), generator=generator) + queries * len(index)
         )
     joined = {name: torch.cat(ids) for name, ids in columns.items()}
-    return schema.assemble(
-        {
-            name: Jagged(ids.reshape(-1), torch.full((len(ids),), ids.shape[1]))
-            for name, ids in joined.items()
-        },
-        labels=torch.cat(labels),
-        total_weight=float(ROWS * len(parts)),
-        index=torch.cat(index) if kind == "shared" else None,
+    jagged = {
+        name: Jagged(ids.reshape(-1), torch.full((len(ids),), ids.shape[1]))
+        for name, ids in joined.items()
+    }
+    total = float(ROWS * len(parts))
+    count = queries * len(parts)
+    return with_shared_rows(
+        schema, jagged, {}, torch.cat(labels), total, count, torch.cat(index)
     )
 
 

@@ -32,7 +32,6 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.models.multi_task import (
     MultiTaskModel,
     MultiTaskTop,
-    logit_of_product,
 )
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
@@ -113,29 +112,6 @@ def test_the_first_task_is_what_a_top_nn_of_one_task_would_be() -> None:
 
 
 @pytest.mark.unit
-def test_tasks_that_are_served_together_rank_by_the_product_of_their_probabilities() -> (
-    None
-):
-    top = MultiTaskTop([8, 4], tasks=3, hidden=[6], serve=[0, 2])
-    query, items = torch.randn(5, 8), torch.randn(7, 4)
-    scores = top.score_all(query, items)
-    for row in range(5):
-        pairs = [query[row].expand(7, -1), items]
-        chances = top.of_tasks(pairs).sigmoid()
-        torch.testing.assert_close(scores[row].sigmoid(), chances[:, 0] * chances[:, 2])
-        torch.testing.assert_close(top(pairs), scores[row])
-    for serve in ([], [3], [1, 1]):
-        with pytest.raises(
-            ValueError, match=r"must be numbers of tasks, 0 to 2, each once"
-        ):
-            MultiTaskTop([8, 4], tasks=3, serve=serve)
-    certain = logit_of_product(
-        torch.tensor([[60.0, 60.0], [-200.0, 3.0]], requires_grad=True)
-    )
-    assert bool(torch.isfinite(certain).all())
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -191,10 +167,14 @@ def test_memory_files_and_device_bring_the_labels_of_all_tasks(
         if negatives
         else None
     )
-    for data, place in ((chunk, {}), (source, {}), (chunk, {"device": "cpu"})):
+    for data, device in ((chunk, None), (source, None), (chunk, "cpu")):
         for batch in ChunkLoader(
-            data, schema, config=config, items=items, negatives=sampler, **place
-        ):  # type: ignore[arg-type]
+            data,
+            schema,
+            config=dataclasses.replace(config, device=device),
+            items=items,
+            negatives=sampler,
+        ):
             numbers, real = batch.dense[:, 0], (batch.weights > 0) & (batch.labels == 1)
             assert batch.targets is not None
             expected = (

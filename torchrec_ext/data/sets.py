@@ -85,9 +85,14 @@ def open_set(
 def raw_set(config: DataConfig, form: Form) -> RawSet:
     """Returns the rows of the set named by ``config`` as its files have them; see :func:`load_set`."""
     if config.name == PLANTED and form == "sessions":
-        return planted_sessions(config)
+        clicks, best = planted.planted_sequences(
+            seed=config.seed, **config.generated_sizes()
+        )
+        users, items = pa.array(clicks.users), pa.array(clicks.items)
+        raw = set_of_sessions(PLANTED, users, items, config.history_length)
+        return dataclasses.replace(raw, best=best)
     if config.name == PLANTED and form == "labels":
-        return planted.planted_context(seed=config.seed)
+        return planted.planted_log_set(seed=config.seed, sessions=False)
     if config.name == PLANTED:
         return planted.planted(
             history_length=config.history_length,
@@ -219,17 +224,6 @@ def sessions_in(folder: Path, config: DataConfig) -> RawSet:
     order = pa.array(np.lexsort((times, user)))
     users, items = (columns[key].take(order) for key in KEYS.values())
     return set_of_sessions(config.name, users, items, config.history_length)
-
-
-def planted_sessions(config: DataConfig) -> RawSet:
-    """Returns the generated sequences as a set of sessions."""
-    sequences, best = planted.planted_sequences(
-        seed=config.seed, **config.generated_sizes()
-    )
-    users = pa.array(sequences.owners)
-    items = pa.array(sequences.values)
-    raw = set_of_sessions(PLANTED, users, items, config.history_length)
-    return dataclasses.replace(raw, best=best)
 
 
 def set_of_sessions(name: str, users: pa.Array, items: pa.Array, length: int) -> RawSet:

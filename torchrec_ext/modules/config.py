@@ -16,7 +16,6 @@ from torchrec_ext.schema.validation import check_choice, check_least
 Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
 Normalization = Literal["none", "layer", "batch"]
 Position = Literal["start", "end", "none"]
-Combine = Literal["sum", "concat"]
 
 
 # What model.interaction of a recipe may be, in the order in which a message lists them, and

@@ -155,12 +155,7 @@ class Task:
             tasks: names of further columns of labels.
         """
         if self.data.form == "labels":
-            sums = self.data.task_positives["train"] if tasks else {}
-            total = self.data.positives["train"][1]
-            return [
-                self.data.share("train"),
-                *(positive_share(sums[name][0], total) for name in tasks),
-            ]
+            return [self.data.share("train", name) for name in ("", *tasks)]
         # Each positive comes with its drawn negatives.
         rows = self.data.splits["train"].num_rows
         return [positive_share(rows, rows * (1 + config.negatives))]

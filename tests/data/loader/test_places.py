@@ -57,7 +57,8 @@ def loader_of(
     kind: Any = UniformNegatives,
     rates: dict[str, float] | None = None,
     catalogue: bool = False,
-    place: dict[str, Any],
+    rank: int = 0,
+    world_size: int = 1,
     **options: Any,
 ) -> Any:
     schema = schema_by(
@@ -78,7 +79,8 @@ def loader_of(
         config=config,
         items=CATALOGUE,
         negatives=sampler,
-        **place,
+        rank=rank,
+        world_size=world_size,
     )
     return drop_ids(loader, schema, rates) if rates else loader
 
@@ -110,10 +112,10 @@ def test_memory_files_and_device_give_the_same_batches(
     if not shuffle:  # files have an order of their own
         sources.append((written(rows, tmp_path), place))
     if name != "catalogue":  # whose candidates are the host's
-        sources.append((rows, {**place, "device": device}))
+        sources.append((rows, {**place, "device": device.type}))
     epochs = []
     for source, at in sources:
-        loader = loader_of(source, rows, place=at, shuffle=shuffle, **CASES[name])
+        loader = loader_of(source, rows, shuffle=shuffle, **at, **CASES[name])
         loader.set_epoch(2)
         epochs.append(list(loader))
     memory, *others = epochs

@@ -198,7 +198,7 @@ class StreamedRows:
             seed=config.seed,
             places=share.world_size if own_lane else None,
         )
-        layout.require(source, config)
+        layout.require(source)
         self.num_rows = self._plan.num_rows
         self._source = source
         self._schema = schema

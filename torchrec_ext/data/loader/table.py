@@ -19,7 +19,8 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.files.arrow import RowGroup
 from torchrec_ext.data.loader.batch import RowColumns, as_tensor
 from torchrec_ext.data.loader.blocks import BlockLayout
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema.validation import listed
 
 
 class _Ragged(NamedTuple):
@@ -193,7 +194,16 @@ def _gather_in_room(column: _Ragged, rows: Tensor, room: int) -> Jagged:
 def table_of(
     layout: BlockLayout, rows: Chunk, where: str, device: torch.device
 ) -> DeviceTable:
-    """Returns the columns of a layout as a table, checked; ``where`` names the rows in messages."""
+    """Returns the columns of a layout as a table, checked; ``where`` names the rows in messages.
+
+    Raises:
+        DataError: a column is missing, or a value is none that it may have.
+    """
+    for name in layout.names:
+        if name not in rows:
+            raise DataError(
+                f"{where}: column '{name}' is missing; there are {listed(sorted(rows))}"
+            )
     group = RowGroup(name=where, file=0, number=0, rows=rows.num_rows)
     return DeviceTable(*layout.checked(group, rows), rows.num_rows, device)
 
