@@ -166,15 +166,10 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
     files = {part: folder / f"{part}.parquet" for part in PARTS}
     missing = [part for part, file in files.items() if not file.exists()]
     if missing:
-        csv_files = sorted(path.name for path in folder.glob("*.csv*"))
-        if csv_files:
-            raise DataError(
-                f"{folder}: has {listed(csv_files)[:60]} and no {missing[0]}.parquet; a set is of parquet files: "
-                "convert them, or run rec.data.preprocess with a recipe that calls read_csv (docs/preprocess.md)"
-            )
+        there = listed(sorted(path.name for path in folder.iterdir()))[:60]
         raise DataError(
-            f"{folder}: has no rows for {', '.join(missing)}; put files as in docs/recipes.md there, or set "
-            f"data.name={PLANTED}"
+            f"{folder}: has {there or 'no files'} and no {missing[0]}.parquet; write it as in docs/recipes.md, read csv "
+            f"by rec.data.preprocess (docs/preprocess.md), or set data.name={PLANTED}"
         )
     # A file that lacks a column of the first, or has another type, is refused.
     scan(list(files.values()))

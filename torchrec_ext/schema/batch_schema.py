@@ -316,13 +316,6 @@ class BatchSchema:
         Returns:
             A tensor of these keys, with ``out_of_range="oov"`` with the out-of-vocabulary row for invalid ids.
         """
-        values, lengths = features.values(), features.lengths()
-        total = int(lengths.sum())
-        if total != len(values):
-            raise DataError(
-                f"the KeyedJaggedTensor has {len(values)} values, and lengths that add up to {total}; give each "
-                "feature one length a row"
-            )
         columns = features.to_dict()
         keys = [set(kind) for kind in self.layout if kind is not None]
         if not any(kind <= columns.keys() for kind in keys):

@@ -143,29 +143,6 @@ def test_batches_own_their_memory() -> None:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_a_user_without_negatives_ends_the_step_that_has_the_user_and_none_before() -> (
-    None
-):
-    rows, last = rows_of(40), 39 // 3
-    pairs = np.concatenate([rows["user_id"].values, np.full(ITEMS, last)])
-    items = np.concatenate([rows["item_id"].values, 1 + np.arange(ITEMS)])
-    loader = ChunkLoader(
-        rows,
-        schema_of(
-            {"user_id": 40, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}
-        ),
-        config=LoaderConfig(batch_size=8, negatives=2, shuffle=False),
-        items=ITEM_TABLE,
-        negatives=UniformNegatives(ITEMS, pairs, items),
-    )
-    batches = iter(loader)
-    assert [len(next(batches)) for _ in range(4)] == [24] * 4
-    with pytest.raises(
-        DataError, match=r"user 13 has taken all 30 items.*\(1 such users here\)"
-    ):
-        next(batches)
-
-
 def test_a_pass_that_repeats_the_order_of_the_one_before_is_told() -> None:
     loader = loader_of(20, batch_size=8)
     first = [samples(batch) for batch in loader]
