@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -78,6 +78,14 @@ def assert_every_gradient(model: torch.nn.Module, batch: TowerBatch) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+def by_table(state: dict[str, Any]) -> dict[str, Any]:
+    """Weights or gradients with a table's name for a table's: its path depends on who looks it up."""
+    return {
+        name.split(".")[-2] if "embedding_bags." in name else name: value
+        for name, value in state.items()
+    }
 
 
 def batches(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.contracts import run_ranks
-from tests.examples import ITEMS, USERS, pair_batches, redrawn, table
-from tests.models.merged_models import by_table
+from tests.examples import ITEMS, USERS, by_table, pair_batches, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import MultiTaskModel, MultiTaskTop

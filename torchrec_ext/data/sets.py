@@ -168,8 +168,8 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
     if missing:
         there = listed(sorted(path.name for path in folder.iterdir()))[:60]
         raise DataError(
-            f"{folder}: has {there or 'no files'} and no {missing[0]}.parquet; write it as in docs/recipes.md, read csv "
-            f"by rec.data.preprocess (docs/preprocess.md), or set data.name={PLANTED}"
+            f"{folder}: has {there or 'no files'} and no {missing[0]}.parquet; write it as in docs/recipes.md, "
+            f"read csv by rec.data.preprocess (docs/preprocess.md), or set data.name={PLANTED}"
         )
     # A file that lacks a column of the first, or has another type, is refused.
     scan(list(files.values()))
