@@ -464,11 +464,11 @@ def weightless(folder: Path) -> None:
 BROKEN: dict[str, tuple[Any, str]] = {
     "no summary": (
         lambda at: (at / "summary.json").unlink(),
-        r"ready: has no summary\.json, so rec\.data\.preprocess did not write it",
+        r"summary\.json: is missing or damaged .*No such file",
     ),
     "half a summary": (
         lambda at: (at / "summary.json").write_text('{"rows"'),
-        r"summary\.json: is damaged",
+        r"summary\.json: is missing or damaged",
     ),
     "no test rows": (
         lambda at: shutil.rmtree(at / "test"),

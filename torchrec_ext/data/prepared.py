@@ -114,17 +114,12 @@ class Prepared:
     def _check_pairs(self) -> None:
         """Refuses rows that cannot be ranked, and roles that recipes of pairs do not read."""
         roles = self.roles
-        if roles.user is None or roles.item is None:
-            raise DataError(
-                f"{self.folder}: this recipe ranks, and its preprocessing names no user or no item; set "
-                "Prepare(user=..., item=...), or take --recipe stream"
-            )
         for role, expected in (("user", "user_id"), ("item", "item_id")):
             name = getattr(roles, role)
             if name != expected:
                 raise DataError(
-                    f"{self.folder}: the {role}'s column is '{name}', and this recipe reads '{expected}'; write "
-                    f"output='{expected}' to its step in the preprocessing recipe, or take --recipe stream"
+                    f"{self.folder}: the {role}'s column is '{name}', and this recipe ranks by '{expected}'; name such "
+                    f"an output by Prepare({role}=) of the preprocessing recipe, or take --recipe stream"
                 )
         if roles.weight:
             raise DataError(
@@ -584,14 +579,11 @@ def open_prepared(
     path = folder / SUMMARY
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
         raise DataError(
-            f"{folder}: has no {SUMMARY}, so rec.data.preprocess did not write it; give the folder that its --out "
-            "names, or preprocess these files first"
-        ) from None
-    except ValueError as error:
-        raise DataError(
-            f"{path}: is damaged ({error}); preprocess the log again"
+            f"{path}: is missing or damaged ({why}); give the folder that --out of rec.data.preprocess names, or "
+            "preprocess the log again"
         ) from None
     if summary.get("version") != VERSION:
         raise DataError(

@@ -429,7 +429,7 @@ def test_a_column_that_a_setting_names_and_nobody_has_is_told(
 @pytest.mark.parametrize(
     ("sizes", "options", "was"),
     [
-        ([20, 40], {}, "row_groups was .*; put settings and files"),
+        ([20, 40], {}, "content was .*; put settings and files"),
         ([30, 30], {"buffer_rows": 80}, "buffer_rows was 60 and is 80; put"),
         ([30, 30], {"lanes": 1}, "lanes was 2 and is 1; put"),
     ],
