@@ -127,9 +127,8 @@ def in_batch_softmax(
     width = negatives.candidates.shape[1]
     if queries.shape != (count, width) or weights.shape != (count,):
         raise ValueError(
-            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, "
-            f"{width}) and (B,) = ({count},), as in_batch_negatives was given {count} queries and candidates of width "
-            f"{width}"
+            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be {count, width} and "
+            f"({count},), those of in_batch_negatives"
         )
     with torch.autocast(queries.device.type, enabled=False):
         # Scaling the queries costs B x D divisions, scaling the scores B x C.

@@ -174,11 +174,6 @@ class Task:
                 f"model.loss=catalogue with loader.negatives={config.negatives}: these are a sample of the catalogue; "
                 "set loader.negatives=0, or model.loss=sampled_softmax"
             )
-        if form == "labels" and config.negatives:
-            raise ValueError(
-                f"loader.negatives={config.negatives}: the rows of '{self.name}' have labels of their own, negatives "
-                "among them; set loader.negatives=0"
-            )
         # The schema has a label range where the loss reads labels, and none if it
         # compares rows.
         if (

@@ -273,9 +273,6 @@ class ChunkLoader:
         # read.
         if isinstance(chunk, Chunk):
             chunk = with_elements(chunk, schema.dense)
-            rows = chunk.num_rows
-        else:
-            rows = sum(group.rows for group in chunk.groups)
         self._chunk = chunk
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if config.shuffle and world_size == 1 < ranks:
@@ -284,7 +281,7 @@ class ChunkLoader:
                 "shuffle=False where each shall see all",
                 stacklevel=2,
             )
-        names = chunk if isinstance(chunk, Chunk) else getattr(chunk, "columns", ())
+        names = chunk if isinstance(chunk, Chunk) else chunk.columns
         # A loss that compares rows reads no labels.
         unread = not (config.negatives or config.label) and schema.label_range
         if unread and sessions is None and "label" in names:
@@ -298,7 +295,7 @@ class ChunkLoader:
             items = with_elements(items, schema.dense)
         # Padding up to a batch that no epoch fills would cost its time and memory.
         fitting_config = dataclasses.replace(
-            config, batch_size=min(config.batch_size, max(rows, 1))
+            config, batch_size=min(config.batch_size, max(chunk.num_rows, 1))
         )
         self._rows: Batches
         if sessions is None:
@@ -325,10 +322,7 @@ class ChunkLoader:
         if self._rows.ahead and on_gpu:
             self.depth = _AHEAD_ON_GPU
             self._pin = True
-        self.epoch = 0
-        self._step = 0
-        self._start = 0
-        self._is_over = False
+        self._go_to(0, 0)
         if not len(self):
             raise DataError(
                 f"{self.num_samples} rows with loader.batch_size={config.batch_size} and "

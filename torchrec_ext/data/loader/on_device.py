@@ -296,7 +296,7 @@ class TowerRows(ResidentRows):
     ) -> TowerBatch:
         """Builds the batch of ``rows`` (B,) and their candidates, one row's after another's.
 
-        ``candidates`` are the tensors of :meth:`DeviceCandidates.draw`, ``totals`` those of :meth:`DeviceTable.bags`.
+        ``candidates`` are the tensors of :meth:`DeviceCandidates.draw`, ``totals`` those of a :class:`DeviceTable`.
         """
         schema = self._schema
         width = self._width
