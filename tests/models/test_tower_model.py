@@ -36,10 +36,6 @@ def test_logits_are_the_interaction_of_the_towers() -> None:
             "interaction='angle': must be one of top_nn, dot, cosine",
         ),
         (
-            lambda: TowerModel({}, DotProduct([1, 1])),
-            "a TowerModel needs at least one tower",
-        ),
-        (
             lambda: small_model().embed("users", next(batches(1))),
             "tower 'users' is not one of ['user', 'item']",
         ),

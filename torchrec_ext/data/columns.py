@@ -114,10 +114,6 @@ class Column:
         rows = self._pool if self._windows is None else self._windows.starts
         return len(rows)
 
-    def __repr__(self) -> str:
-        kind = ", ragged" if self.ragged else ""
-        return f"Column({len(self)} rows of {self._pool.dtype}{kind})"
-
     @property
     def ragged(self) -> bool:
         """Whether a row may have any number of values."""
@@ -131,7 +127,7 @@ class Column:
     @property
     def windows(self) -> Windows:
         """The windows of a ragged column's rows in ``pool``; a scalar column has none."""
-        assert self._windows is not None, f"{self} is not ragged"
+        assert self._windows is not None, "the column is not ragged"
         return self._windows
 
     def windowed(self, starts: Int64, stops: Int64) -> Column:
@@ -257,9 +253,6 @@ class Chunk(Mapping[str, Column]):
     def __len__(self) -> int:
         """The number of columns; the number of rows is ``num_rows``."""
         return len(self._columns)
-
-    def __repr__(self) -> str:
-        return f"Chunk({self.num_rows} rows: {', '.join(self)})"
 
     def take(self, indices: Int64) -> Chunk:
         """Returns the rows ``indices`` (B',) of every column."""

@@ -80,8 +80,6 @@ class TowerModel(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if not towers:
-            raise ValueError("a TowerModel needs at least one tower")
         self.towers = Towers(towers, shared=shared)
         self.interaction = interaction
         self.loss = _LossModule(loss)

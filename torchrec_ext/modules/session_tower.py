@@ -36,7 +36,7 @@ class SessionSteps(nn.Module):
         max_length: S; of a longer session the most recent steps are read, in training and in requests alike.
 
     Raises:
-        ValueError: a feature that no table reads, tables of several widths; when run, features of unequal length.
+        ValueError: when run, features of unequal length.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class SessionSteps(nn.Module):
     ) -> None:
         super().__init__()
         check_tables(tables)
-        check_features(tables, session, ())
         self.tables = list(tables)
         self.dense: tuple[str, ...] = ()
         names: dict[str, str] = {}
