@@ -170,7 +170,7 @@ def catalogue_softmax(
     candidates: Tensor,
     candidate_ids: Tensor,
     *,
-    num_items: int,
+    num_items: int | Tensor,
 ) -> Tensor:
     """Returns (P,) cross entropies of each target among all items, scored by the dot product with the state.
 
