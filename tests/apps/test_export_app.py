@@ -381,6 +381,7 @@ def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse
         "train.epochs=9",
         "train.eval_every=1",
         "loader.batch_size=2048",
+        "data.ranked=0",
         "checkpoint.keep=9",
     ]
     sets += ["optimizer.tables_lr=1", "optimizer.dense_lr=1", "train.compile=off"]
