@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import TowerBatch, pack
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import Interaction, TowerModel, two_tower
 from torchrec_ext.schema import BatchSchema, Jagged
@@ -80,6 +80,14 @@ def assert_every_gradient(model: torch.nn.Module, batch: TowerBatch) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
+def by_table(state: dict[str, Any]) -> dict[str, Any]:
+    """Weights or gradients with a table's name for a table's: its path depends on who looks it up."""
+    return {
+        name.split(".")[-2] if "embedding_bags." in name else name: value
+        for name, value in state.items()
+    }
+
+
 def batches(
     count: int, size: int = 24, *, rank: int = 0, world_size: int = 1, seed: int = 0
 ) -> Iterator[TowerBatch]:
@@ -109,6 +117,37 @@ def batches(
             weights=weights[local],
             total_weight=float(weights.sum()) / world_size,
         )
+
+
+def with_shared_rows(
+    schema: BatchSchema,
+    bags: Mapping[str, Jagged],
+    dense: Mapping[str, Tensor],
+    labels: Tensor,
+    total_weight: float,
+    queries: int,
+    index: Tensor,
+) -> TowerBatch:
+    """The batch of B rows of which each reads one of Q shared rows, as loaders make them."""
+    own, shared = (
+        torch.stack([dense[name] for name in names], 1)
+        if names
+        else torch.empty(rows, 0)
+        for names, rows in (
+            (schema.row_dense, len(labels)),
+            (schema.shared_dense, queries),
+        )
+    )
+    return pack(
+        schema.layout,
+        bags,
+        dense=own,
+        labels=labels,
+        weights=torch.ones_like(labels),
+        total_weight=torch.tensor(total_weight),
+        shared_dense=shared,
+        index=index,
+    )
 
 
 def pair_batches(
@@ -144,13 +183,11 @@ def pair_batches(
             values = rows(name, partial(torch.randint, high), length)
             lengths = torch.full((len(values),), length)
             features[name] = Jagged(values.flatten(), lengths)
-        yield schema.assemble(
-            features,
-            {name: rows(name, torch.rand) for name in schema.dense},
-            labels=rows("label", partial(torch.randint, 2)).float(),
-            total_weight=queries * width / world_size,
-            index=index if schema.shared else None,
-        )
+        dense = {name: rows(name, torch.rand) for name in schema.dense}
+        labels = rows("label", partial(torch.randint, 2)).float()
+        total = queries * width / world_size
+        count = local.stop - local.start
+        yield with_shared_rows(schema, features, dense, labels, total, count, index)
 
 
 # What no manifest is: to open a pipe waits for ever, a device has no end, and 60 MB of

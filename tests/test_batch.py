@@ -62,15 +62,6 @@ def test_the_ids_of_several_features_are_columns() -> None:
         assert ids[:, column].tolist() == first
 
 
-@pytest.mark.gpu
-def test_a_pinned_batch_is_page_locked_and_equal() -> None:
-    made = batch()
-    pinned = made.pin_memory()
-    assert all(part.is_pinned() for part in parts(pinned))
-    for before, after in zip(parts(made), parts(pinned), strict=True):
-        torch.testing.assert_close(after, before, rtol=0, atol=0)
-
-
 def test_pinning_and_recording_reach_every_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

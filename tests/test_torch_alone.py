@@ -26,7 +26,7 @@ NEEDS_TORCHREC = (
     "from torchrec_ext.train import train",
     "from torchrec_ext.train.loop import TrainConfig",
     "import torchrec_ext.capture.sharded",
-    "from torchrec_ext.batch import skip_fx_notice; skip_fx_notice()",
+    "from torchrec_ext.batch import pack; pack(0, {}, dense=0, labels=0, weights=0, total_weight=0)",
 )
 
 

@@ -6,7 +6,6 @@ pack(): the one function that lays out a TowerBatch, whatever its rows come from
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,12 @@ if TYPE_CHECKING or find_spec("torchrec"):
     from torchrec.streamable import Pipelineable
 else:
     Pipelineable = object
+
+# Each KeyedJaggedTensor brings torch's notice on `is_fx_tracing`, because its metaclass in
+# torch calls that function: neither its user nor TorchRec can call another.
+logging.getLogger("torch.fx._symbolic_trace").addFilter(
+    lambda record: not str(record.msg).startswith("is_fx_tracing")
+)
 
 # Length of a loader that does not know yet how many batches it will give, until it has
 # given the last one.
@@ -192,31 +197,6 @@ class KeyLayout(NamedTuple):
     shared: tuple[str, ...] | None = None
 
 
-@functools.cache
-def skip_fx_notice() -> None:
-    """Triggers torch's notice on `is_fx_tracing` while a filter drops it; torch logs it once a process.
-
-    Each KeyedJaggedTensor brings the notice, because its metaclass in torch calls that function: neither its user nor
-    TorchRec can call another.
-
-    Raises:
-        ImportError: TorchRec, to which bags of ids belong, is missing.
-    """
-    from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
-
-    # A filter, not a higher level: the level of the logger is the user's own.
-    logger = logging.getLogger("torch.fx._symbolic_trace")
-    logger.addFilter(_no_record)
-    try:
-        KeyedJaggedTensor.empty()
-    finally:
-        logger.removeFilter(_no_record)
-
-
-def _no_record(_record: logging.LogRecord) -> bool:
-    return False
-
-
 def pack(
     layout: KeyLayout,
     bags: Mapping[str, Jagged],
@@ -250,10 +230,11 @@ def pack(
         shared_dense: (Q, Fd) float32, the dense columns of the shared rows; needed if the layout has such rows.
         index: (B,) int64, the shared row of each row; needed if the layout has shared rows.
     """
+    # Bags of ids are TorchRec's.
+    from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
     size = labels.numel()
     shared = None
-    # Before the first KeyedJaggedTensor, which would show the notice.
-    skip_fx_notice()
     if layout.shared is not None:
         assert shared_dense is not None
         assert index is not None

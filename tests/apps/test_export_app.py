@@ -7,7 +7,6 @@ import datetime
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 
 from tests.contracts import run_ranks
 from tests.settings import with_settings
-from torchrec_ext.data import planted
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -375,16 +373,15 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
 
 
 def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse_than_a_constant(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At this rate the network learns nothing but the noise of its last rows, each epoch another one."""
-    fewer = partial(planted.planted_context, rows=6_000)
-    monkeypatch.setattr(planted, "planted_context", fewer)
     sets = [
         "data.name=planted",
         "train.epochs=9",
         "train.eval_every=1",
-        "loader.batch_size=512",
+        "loader.batch_size=2048",
+        "data.ranked=0",
         "checkpoint.keep=9",
     ]
     sets += ["optimizer.tables_lr=1", "optimizer.dense_lr=1", "train.compile=off"]
@@ -455,9 +452,10 @@ def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step() -> N
     job = with_settings(load_recipe("stream"), ["data.name=planted", "export=require"])
     task = job.task(job.data)
     assert build_model(job, task) is not None, "the towers of the recipe can be served"
-    features, dense = task.data.towers["context"]
-    context = ",".join((*features, *dense))
-    towers = ["model.towers.user=user_id", f"model.towers.item=item_id,{context}"]
+    users, items, context = (
+        ",".join(task.data.towers[name][0]) for name in ("user", "item", "context")
+    )
+    towers = [f"model.towers.user={users}", f"model.towers.item={items},{context}"]
     job = with_settings(job, towers)
     with pytest.raises(ValueError, match=r"export=require: .*tower 'item' reads"):
         build_model(job, task)

@@ -99,15 +99,13 @@ RECIPES = {
                 "data.name=planted",
                 "data.ranked=40",
                 "loader.batch_size=256",
-                "train.epochs=3",
+                "train.epochs=7",
                 "model.top_widths=64",
             ),
-            # Concatenated steps, as published, begin to learn after five epochs.
             *(
                 "model.embedding_dim=16",
                 "model.heads=2",
                 "model.dropout=0",
-                "model.combine=sum",
                 "train.early_stop.metric=",
             ),
         ),
@@ -182,7 +180,10 @@ def test_a_recipe_trains_exports_and_answers(recipe: str, tmp_path: Path) -> Non
 
 _DOT = "model.interaction=dot loader.negatives=0"
 _IDS = "ids.features.item_id.capacity=200"
-_TOWERS = "model.towers.user=user_id,weekday model.towers.item=item_id,hour"
+_TOWERS = (
+    "model.towers.user=user_id,history,history_category_id,history_gap "
+    "model.towers.item=item_id,category_id,timestamp_hour"
+)
 REFUSED = [
     ("two_tower", f"model.loss=catalogue {_DOT} {_IDS}", "model.loss=catalogue"),
     ("two_tower", f"train.early_stop.metric=hr@10 {_IDS}", "train.early_stop.metric"),

@@ -224,12 +224,7 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
         (
             "two_tower",
             {"user": None, "item": None},
-            "names no user or no item; set .*, or take --recipe stream",
-        ),
-        (
-            "two_tower",
-            {"user": "gender"},
-            "the user's column is 'gender', and this recipe reads 'user_id'; write outp",
+            "the user's column is 'None', and this recipe ranks by 'user_id'; name such",
         ),
     ],
 )

@@ -174,10 +174,9 @@ def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
     loader = ChunkLoader(
         Chunk({name: Column(values) for name, values in columns.items()}),
         model.schema(),
-        config=LoaderConfig(batch_size=16, negatives=2),
+        config=LoaderConfig(batch_size=16, negatives=2, device=runtime.device.type),
         items=Chunk({"item_id": Column(np.arange(31))}),
         negatives=UniformNegatives(30, users, items),
-        device=runtime.device,
     )
     parallel, optimizer = hybrid_parallel(
         model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)

@@ -156,7 +156,7 @@ def equal(left: TowerBatch, right: TowerBatch) -> bool:
     """Whether two batches, on any device, are the same to the last bit."""
 
     def parts(batch: TowerBatch) -> list[torch.Tensor]:
-        names = ("dense", "labels", "weights", "total_weight", "log_q")
+        names = ("dense", "labels", "weights", "total_weight", "log_q", "targets")
         found = [part for name in names if (part := getattr(batch, name)) is not None]
         sides = [batch] if batch.shared is None else [batch, batch.shared]
         for side in sides:

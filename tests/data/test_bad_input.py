@@ -431,6 +431,6 @@ def arrow_of(relation: Any) -> Any:
 
 def test_a_folder_of_csv_files_is_told_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "train.csv").touch()
-    rule = r"has train\.csv and no train\.parquet; .* convert them, or run rec\.data\.preprocess"
+    rule = r"has train\.csv and no train\.parquet; .* read csv by rec\.data\.preprocess"
     with pytest.raises(DataError, match=rule):
         load_set(DataConfig(folder=str(tmp_path.parent), name=tmp_path.name), "labels")

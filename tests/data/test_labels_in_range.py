@@ -19,7 +19,7 @@ from torchrec_ext.schema import DataError
 pytestmark = pytest.mark.unit
 
 
-def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, str]]]:
+def sources(folder: Path, name: str, value: float) -> list[tuple[Any, str | None]]:
     """Twelve rows with one bad value in the sixth: as a file, for a device and in memory."""
     table = table_of(12)
     numbers = pa.array([1.0] * 5 + [value] + [1.0] * 6, pa.float32())
@@ -28,7 +28,7 @@ def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, 
     table = table.set_column(other, "label", table["label"].cast(pa.float32()))
     pq.write_table(table, folder / "rows.parquet")
     rows = read_parquet(folder)
-    return [(ParquetSource(folder), {}), (rows, {"device": "cpu"}), (rows, {})]
+    return [(ParquetSource(folder), None), (rows, "cpu"), (rows, None)]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, 
         (
             "weight",
             -2.0,
-            r"column 'weight'.*value -2 in row 5|column 'weight', row 5: value -2 must be 0 or more",
+            r"column 'weight'.*value -2 in row 5|column 'weight', row 5: value -2 must be from 0 to inf",
         ),
     ],
 )
@@ -59,6 +59,7 @@ def test_a_value_out_of_range_is_named(
     options = LoaderConfig(
         batch_size=12, negatives=0, read_ahead=0, shuffle=False, **config
     )  # type: ignore[arg-type]
-    for rows, place in sources(tmp_path, name, value):
+    for rows, device in sources(tmp_path, name, value):
+        on = dataclasses.replace(options, device=device)
         with pytest.raises(DataError, match=text):
-            list(ChunkLoader(rows, schema, config=options, **place))  # type: ignore[arg-type]
+            list(ChunkLoader(rows, schema, config=on))

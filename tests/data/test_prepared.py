@@ -14,7 +14,7 @@ from tests.contracts import leave_group, run_ranks
 from torchrec_ext.data import prepared
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.planted import planted_context
+from torchrec_ext.data.planted import planted_log_set
 from torchrec_ext.data.prepare import write_set
 from torchrec_ext.data.prepared import (
     FOLDER_VARIABLE,
@@ -31,7 +31,7 @@ def test_a_folder_that_is_named_is_read_whatever_lies_in_the_working_directory(
 ) -> None:
     for place in ("films", "data/films", "default/films"):
         (tmp_path / place).mkdir(parents=True)
-        write_set(tmp_path / place, planted_context(rows=600))
+        write_set(tmp_path / place, planted_log_set())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(FOLDER_VARIABLE, "default")
     for root, expected in (("data", "data/films"), (None, "films")):
@@ -81,7 +81,7 @@ def test_generated_rows_go_with_their_data_and_with_their_process() -> None:
 def test_few_rows_are_read_once_and_shuffled_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_set(tmp_path, planted_context(rows=2_000))
+    write_set(tmp_path, planted_log_set())
     read: list[int] = []
     source = prepared.ParquetSource.read
 
@@ -94,7 +94,7 @@ def test_few_rows_are_read_once_and_shuffled_whole(
     rows = data.stored("train")
     assert isinstance(rows, Chunk)
     assert rows.num_rows == data.splits["train"].num_rows
-    assert data.popularity.sum() == rows["label"].values.sum()
+    assert data.popularity.sum() == rows["click"].values.sum()
     assert len(data.item_ids) == data.num_items
     assert 0 < data.share("train") < 1
     assert len(read) == 1, (

@@ -214,7 +214,11 @@ def test_an_item_that_training_never_met_is_left_out_of_a_session(
         ),
         ("pairs", ADS, "rows with a label are for"),
         ("pairs", {"inter": {"user": [1], "item": [1]}}, "no column times"),
-        ("labels", {"train": ADS["train"]}, "no rows for valid"),
+        (
+            "labels",
+            {"train": ADS["train"]},
+            "has train.parquet and no validation.parquet",
+        ),
         (
             "labels",
             {**ADS, "test": {**ADS["test"], "label": [0, 1, 2, 0]}},
@@ -240,7 +244,6 @@ def test_an_item_that_training_never_met_is_left_out_of_a_session(
             {**ADS, "test": {**ADS["test"], "spot": ["a", "b", "a", "b"]}},
             "column 'spot' is string, in .*train.parquet it is int64",
         ),
-        ("sessions", {}, "has no inter.parquet"),
     ],
 )
 def test_what_is_wrong_in_a_folder_is_told(

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.sharding_plan import (
@@ -43,7 +44,7 @@ class Table(NamedTuple):
 
 class Bags(nn.Module):
     def __init__(
-        self, tables: Sequence[Table], *, weighted: bool, device: torch.device
+        self, tables: Sequence[Table], device: torch.device, weighted: bool = False
     ) -> None:
         super().__init__()
         configs = [
@@ -94,7 +95,7 @@ def plan_of(model: Bags, tables: Sequence[Table], runtime: Runtime) -> ShardingP
 
 
 def bags_of(
-    tables: Sequence[Table], sizes: Sequence[int], seed: int, *, weighted: bool
+    tables: Sequence[Table], sizes: Sequence[int], seed: int
 ) -> list[KeyedJaggedTensor]:
     """A batch for each rank, of ``sizes`` rows; bags of 0 to 3 ids. Keys are in another order than features."""
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +109,6 @@ def bags_of(
                 keys=keys,
                 values=torch.randint(ROWS, (count,), generator=generator),
                 lengths=lengths,
-                weights=torch.rand(count, generator=generator) if weighted else None,
                 stride=size,
             )
         )
@@ -124,7 +124,6 @@ def loss_of(output: Tensor, rank: int) -> Tensor:
 class Case(NamedTuple):
     tables: tuple[Table, ...]
     sizes: tuple[int, ...]
-    weighted: bool = False
 
 
 def sharded(
@@ -136,7 +135,7 @@ def sharded(
     )
     results = []
     for seed, case in enumerate(cases):
-        model = Bags(case.tables, weighted=case.weighted, device=META)
+        model = Bags(case.tables, META)
         plan = plan_of(model, case.tables, runtime)
         parallel, optimizer = hybrid_parallel(
             model,
@@ -148,9 +147,7 @@ def sharded(
         outputs = []
         for step in range(2):
             output = parallel(
-                bags_of(
-                    case.tables, case.sizes, 10 * seed + step, weighted=case.weighted
-                )[runtime.rank]
+                bags_of(case.tables, case.sizes, 10 * seed + step)[runtime.rank]
             )
             outputs.append(output.detach())
             optimizer.zero_grad()
@@ -161,14 +158,12 @@ def sharded(
 
 
 def unsharded(case: Case, seed: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    model = Bags(case.tables, weighted=case.weighted, device=CPU)
+    model = Bags(case.tables, CPU)
     initialise_tables(model, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     steps = []
     for step in range(2):
-        batches = bags_of(
-            case.tables, case.sizes, 10 * seed + step, weighted=case.weighted
-        )
+        batches = bags_of(case.tables, case.sizes, 10 * seed + step)
         width = WIDTH * sum(len(table.features) for table in case.tables)
         # The unsharded collection of TorchRec takes no batch without rows.
         outputs = [
@@ -212,6 +207,16 @@ def refused(runtime: Runtime) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def weighted_means(runtime: Runtime) -> None:
+    tables = (Table(MEAN, ("a",), "row_wise"), Table(SUM, ("b",), "row_wise"))
+    with pytest.raises(ValueError, match="tables t0: pooled by MEAN with weights"):
+        hybrid_parallel(Bags(tables, META, weighted=True), runtime)
+
+
+def test_means_of_weighted_bags_are_refused() -> None:
+    run_ranks(weighted_means, 1)
 
 
 def test_unequal_batches_of_row_wise_tables_are_refused_on_all_ranks() -> None:

@@ -139,10 +139,9 @@ def test_sharded_equals_unsharded(world_size: int, shardings: list[str]) -> None
 
 
 @pytest.mark.unit
-def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
+def test_the_target_stands_in_the_slot_of_its_table() -> None:
     """The logits are those of torch's transformer over steps that are concatenated by hand, the target's gap zeros."""
     model = small(
-        combine="concat",
         session_order=("gap", "history"),
         position="none",
         top_widths=(),
@@ -217,5 +216,7 @@ def test_features_of_one_step_that_are_not_equally_many_are_refused() -> None:
     batch = model.schema().assemble(
         sparse, {"hour": torch.zeros(1)}, labels=torch.zeros(1)
     )
-    with pytest.raises(ValueError, match="feature 'gap' has 2 values in row 0"):
+    with pytest.raises(
+        ValueError, match="feature 'gap' has other lengths than 'history'"
+    ):
         model(batch)

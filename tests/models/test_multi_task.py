@@ -1,19 +1,14 @@
 """Several tasks over one hidden layer: a head, a loss and figures for each; the loader brings the labels of all."""
 
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from tests.contracts import run_ranks
-from tests.data.stream_sets import ITEMS as STREAM_ITEMS
-from tests.data.stream_sets import parquet, table_of
 from tests.examples import (
     ITEMS,
     META,
@@ -24,19 +19,14 @@ from tests.examples import (
 )
 from tests.sharded import Case, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.models.multi_task import (
     MultiTaskModel,
     MultiTaskTop,
-    logit_of_product,
 )
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.schema import BatchSchema, DataError
 
 WEIGHTS = {"click": 1.0, "buy": 0.25, "like": 2.0}
 STEPS = 6
@@ -113,29 +103,6 @@ def test_the_first_task_is_what_a_top_nn_of_one_task_would_be() -> None:
 
 
 @pytest.mark.unit
-def test_tasks_that_are_served_together_rank_by_the_product_of_their_probabilities() -> (
-    None
-):
-    top = MultiTaskTop([8, 4], tasks=3, hidden=[6], serve=[0, 2])
-    query, items = torch.randn(5, 8), torch.randn(7, 4)
-    scores = top.score_all(query, items)
-    for row in range(5):
-        pairs = [query[row].expand(7, -1), items]
-        chances = top.of_tasks(pairs).sigmoid()
-        torch.testing.assert_close(scores[row].sigmoid(), chances[:, 0] * chances[:, 2])
-        torch.testing.assert_close(top(pairs), scores[row])
-    for serve in ([], [3], [1, 1]):
-        with pytest.raises(
-            ValueError, match=r"must be numbers of tasks, 0 to 2, each once"
-        ):
-            MultiTaskTop([8, 4], tasks=3, serve=serve)
-    certain = logit_of_product(
-        torch.tensor([[60.0, 60.0], [-200.0, 3.0]], requires_grad=True)
-    )
-    assert bool(torch.isfinite(certain).all())
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -157,59 +124,6 @@ def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> N
         ValueError, match="tasks=1: must be 2 or more; TopMLP is the network for one"
     ):
         MultiTaskTop([8, 8], 1)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("negatives", [0, 2])
-def test_memory_files_and_device_bring_the_labels_of_all_tasks(
-    tmp_path: Path, negatives: int
-) -> None:
-    """Those of a positive; a drawn negative and padding have 0."""
-    size = 21
-    source = parquet(tmp_path, [13, 8])
-    rows = table_of(size)
-    kinds = {"user_id": np.int64, "item_id": np.int64} | dict.fromkeys(
-        ("label", "weight", "row"), np.float32
-    )
-    chunk = Chunk(
-        {
-            name: Column(rows[name].to_numpy().astype(kind))
-            for name, kind in kinds.items()
-        }
-    )
-    tables = [table("user_id", 5_000), table("item_id", STREAM_ITEMS + 1)]
-    schema = dataclasses.replace(
-        BatchSchema.from_tables(tables, dense=["row"], label_range=None),
-        tasks=("label", "weight"),
-    )
-    config = LoaderConfig(batch_size=8, negatives=negatives, read_ahead=0)
-    items = (
-        Chunk({"item_id": Column(np.arange(STREAM_ITEMS + 1))}) if negatives else None
-    )
-    sampler = (
-        UniformNegatives(STREAM_ITEMS, chunk["user_id"].values, chunk["item_id"].values)
-        if negatives
-        else None
-    )
-    for data, place in ((chunk, {}), (source, {}), (chunk, {"device": "cpu"})):
-        for batch in ChunkLoader(
-            data, schema, config=config, items=items, negatives=sampler, **place
-        ):  # type: ignore[arg-type]
-            numbers, real = batch.dense[:, 0], (batch.weights > 0) & (batch.labels == 1)
-            assert batch.targets is not None
-            expected = (
-                torch.stack([(numbers % 2 == 0).float(), 1 + numbers % 5], dim=1)
-                * real[:, None]
-            )
-            torch.testing.assert_close(batch.targets, expected)
-    with pytest.raises(DataError, match="column 'label' is missing"):
-        ChunkLoader(
-            chunk.select(["user_id", "item_id", "weight", "row"]),
-            schema,
-            config=config,
-            items=items,
-            negatives=sampler,
-        )
 
 
 CASE = Case(

@@ -11,8 +11,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig
 
 from tests.contracts import run_ranks
-from tests.examples import META, pair_batches, redrawn
-from tests.models.merged_models import by_table
+from tests.examples import META, by_table, pair_batches, redrawn
 from tests.sharded import Case, Learned, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig

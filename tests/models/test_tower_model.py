@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.examples import META, assert_every_gradient, batches, small_model, table
+from tests.examples import assert_every_gradient, batches, small_model, table
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import INTERACTIONS, DotProduct
@@ -34,10 +34,6 @@ def test_logits_are_the_interaction_of_the_towers() -> None:
         (
             lambda: two_tower([table("a", 5)], [table("b", 5)], interaction="angle"),  # type: ignore[arg-type]
             "interaction='angle': must be one of top_nn, dot, cosine",
-        ),
-        (
-            lambda: TowerModel({}, DotProduct([1, 1])),
-            "a TowerModel needs at least one tower",
         ),
         (
             lambda: small_model().embed("users", next(batches(1))),
@@ -75,13 +71,3 @@ def test_an_untrained_model_begins_at_the_share_of_positives(interaction: str) -
     moved = odds - bias.item()
     assert model.begin_at([0.02]) == [odds]
     assert float(model.logits(batch).mean() - before) == pytest.approx(moved, abs=1e-4)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("shares", "text"),
-    [([0.1, 0.2], "shares: 2, heads: 1"), ([1.0], "shares: 1.0: must be above 0")],
-)
-def test_wrong_shares_are_refused(shares: list[float], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        small_model(META).begin_at(shares)

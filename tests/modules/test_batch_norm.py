@@ -6,18 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.contracts import run_ranks
-from tests.data.loader import given
-from tests.examples import ITEMS, USERS, redrawn, table
-from tests.models.merged_models import by_table
+from tests.examples import ITEMS, USERS, by_table, pair_batches, redrawn, table
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader.batch import padded
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import MultiTaskModel, MultiTaskTop
 from torchrec_ext.models.tower_model import TowerModel
@@ -28,6 +23,7 @@ from torchrec_ext.modules.interaction import (
 )
 from torchrec_ext.modules.layers import BatchNorm, row_weights
 from torchrec_ext.modules.tower import Tower
+from torchrec_ext.schema import Jagged
 
 WIDTH, ROWS = 5, 12
 
@@ -145,30 +141,20 @@ def model_of(top: str, shared: tuple[str, ...]) -> TowerModel:
     return redrawn(TowerModel(towers, interaction, shared=shared), tables=0)
 
 
-def batch_of(model: TowerModel, padded_rows: int | None) -> TowerBatch:
-    """6 users beside 3 items each, and padding."""
+def batch_of(model: TowerModel, padding: int) -> TowerBatch:
+    """Twelve rows, and padding after them."""
     generator = torch.Generator().manual_seed(0)
-    users = {
-        "user_id": torch.randint(1, USERS, (6,), generator=generator),
-        "age": torch.rand(6, generator=generator),
+    lengths = (torch.arange(ROWS + padding) < ROWS).int()
+    ids = {
+        name: Jagged(torch.randint(1, high, (ROWS,), generator=generator), lengths)
+        for name, high in (("user_id", USERS), ("item_id", ITEMS))
     }
-    items = torch.randint(1, ITEMS, (6, 3), generator=generator).numpy()
-    labels = torch.randint(2, (6, 3), generator=generator).float().numpy()
-    rows = Chunk({name: Column(values.numpy()) for name, values in users.items()})
-    zeros = np.zeros((6, len(model.schema().tasks)), np.float32)
-    rows = rows.with_columns(
-        dict(zip(model.schema().tasks, map(Column, zeros.T), strict=True))
+    ages = torch.rand(len(lengths), generator=generator) * lengths
+    labels = (ages > 0.5).float()
+    targets = labels[:, None] if model.schema().tasks else None
+    return model.schema().assemble(
+        ids, {"age": ages}, labels=labels, weights=lengths.float(), targets=targets
     )
-    batch = given.batch_of(
-        model.schema(),
-        rows,
-        items,
-        items=Chunk({"item_id": Column(np.arange(ITEMS))}),
-        padded_rows=padded_rows,
-    )
-    flat = padded(torch.from_numpy(labels).view(-1), len(batch))
-    targets = flat[:, None] if model.schema().tasks else None
-    return dataclasses.replace(batch, labels=flat, targets=targets)
 
 
 @pytest.mark.unit
@@ -179,15 +165,15 @@ def test_a_network_learns_nothing_of_its_padding(
 ) -> None:
     model = model_of(top, shared)
     results = []
-    for padded_rows in (None, 9):
+    for padding in (0, 9):
         twin = copy.deepcopy(model).train()
-        loss, output = twin(batch_of(twin, padded_rows))
+        loss, output = twin(batch_of(twin, padding))
         loss.backward()
         grads = {name: parameter.grad for name, parameter in twin.named_parameters()}
         results.append(
             {
                 "loss": loss.detach(),
-                "logits": output.logits[:18],
+                "logits": output.logits[:ROWS],
                 **grads,
                 **dict(twin.named_buffers()),
             }
@@ -203,9 +189,11 @@ def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
     for shared in ((), ("user",)):
         model = model_of("top_nn", shared).train()
         weights = torch.rand(18, generator=torch.Generator().manual_seed(1))
-        loss, output = model(
-            dataclasses.replace(batch_of(model, None), weights=weights)
+        ids = {"user_id": (USERS, 1), "item_id": (ITEMS, 1)}
+        (batch,) = pair_batches(
+            model.schema(), 1, ids, of_query=("user_id", "age"), queries=6, width=3
         )
+        loss, output = model(dataclasses.replace(batch, weights=weights))
         loss.backward()
         grads = by_table(
             {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -70,9 +70,7 @@ def ranks_step(runtime: Runtime, rows: int | None) -> tuple[float, list[Tensor]]
 
 
 # On 5 ranks a rank has 2 or 3 candidates; on 2 all have as many.
-@pytest.mark.parametrize(
-    ("world_size", "rows"), [(2, None), (2, 6), (5, None), (5, 3), (5, 7)]
-)
+@pytest.mark.parametrize(("world_size", "rows"), [(2, 6), (5, None), (5, 7)])
 def test_the_mean_over_ranks_is_one_process_with_the_concatenated_batch(
     world_size: int, rows: int | None
 ) -> None:
@@ -133,8 +131,3 @@ def test_only_padding_is_left_out_and_what_is_unknown_has_its_own_log_q() -> Non
     assert made.log_q is not None
     assert made.log_q.tolist() == [-8, -7, -7, -6, 0]
     assert made.ids.tolist() == ids.tolist()
-    issue = in_batch_negatives(
-        torch.eye(3), torch.tensor([7, 0, 5]), log_q=torch.full((3,), -8.0)
-    )
-    assert issue.log_q is not None
-    assert issue.log_q.tolist() == [-8, -8, -8]

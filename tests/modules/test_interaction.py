@@ -14,7 +14,6 @@ from torchrec_ext.modules.interaction import (
     DeepCross,
     DotProduct,
     FactorizationMachine,
-    GeneralizedMF,
     TopMLP,
     interaction_layer,
 )
@@ -127,27 +126,15 @@ def test_crossing_layers_are_those_of_the_paper() -> None:
     [
         (
             lambda: DotProduct([8, 16]),
-            "DotProduct needs two towers of equal width, got (B, 8), (B, 16); give them one last width",
+            "DotProduct over towers of widths [8, 16]: needs 2 of one width; give them",
         ),
         (
             lambda: Cosine([8, 8, 8]),
-            "Cosine needs two towers of equal width, got (B, 8), (B, 8), (B, 8); ",
-        ),
-        (
-            lambda: GeneralizedMF([4, 8]),
-            "GeneralizedMF needs two towers of equal width, got (B, 4), (B, 8); ",
+            "Cosine over towers of widths [8, 8, 8]: needs 2 of one width; ",
         ),
         (
             lambda: FactorizationMachine([4, 4, 8]),
-            "needs two towers or more of equal width, got (B, 4), (B, 4), (B, 8); ",
-        ),
-        (
-            lambda: TopMLP([8, 0]),
-            "TopMLP needs towers, each of width 1 or more, got (B, 8), (B, 0)",
-        ),
-        (
-            lambda: DeepCross([]),
-            "DeepCross needs towers, each of width 1 or more, got none",
+            "of widths [4, 4, 8]: needs 2 or more of one width; ",
         ),
         (lambda: DeepCross([4, 4], layers=0), "layers=0: must be 1 or more"),
         (

@@ -126,7 +126,7 @@ def test_the_hardest_are_those_with_the_greatest_corrected_logits(hardest: int) 
 def test_wrong_arguments_are_named() -> None:
     in_batch = in_batch_negatives(torch.zeros(3, 4), torch.tensor([1, 2, 3]))
     ones = torch.ones(3)
-    with pytest.raises(ValueError, match=r"queries: shape \(3, 5\).*of width 4"):
+    with pytest.raises(ValueError, match=r"queries: shape \(3, 5\).*must be \(3, 4\)"):
         in_batch_softmax(
             torch.zeros(3, 5), in_batch, weights=ones, total_weight=ones.sum()
         )

@@ -111,7 +111,7 @@ def test_a_tower_reads_half_precision_as_float32(data_type: DataType) -> None:
         (lambda: mlp(4, []), "widths=[]: an MLP needs at least one layer"),
         (lambda: mlp(4, [0]), "widths=[0]"),
         (
-            lambda: mlp(4, [1], activation="rel"),
+            lambda: mlp(4, [2, 1], activation="rel"),
             "activation='rel': must be one of relu, gelu, silu, tanh",
         ),  # type: ignore[arg-type]
         (

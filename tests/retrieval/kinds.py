@@ -139,7 +139,7 @@ def next_item() -> nn.Module:
 
 def tasks() -> nn.Module:
     towers = {"user": user_tower(8), "item": item_tower(8)}
-    top = MultiTaskTop([8, 8], 3, serve=(0, 2))
+    top = MultiTaskTop([8, 8], 3)
     return MultiTaskModel(towers, top, tasks={"a": 1.0, "b": 1.0, "c": 0.5})
 
 
@@ -190,7 +190,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "three towers": three_towers,
     "half": half,
     "bst": transformer(),
-    "bst of concatenated steps": transformer(combine="concat", layers=2),
+    "bst of two layers": transformer(layers=2),
     "bst without positions": transformer(position="none"),
     "steps and a bag": steps_and_bag,
     "next item": next_item,

@@ -1,7 +1,7 @@
 """Planted: generated clicks whose chances are known, so the best possible figures are known too.
 
-The views of it are planted(), pairs to rank; planted_sequences(), sessions; planted_context(), rows with labels; and
-planted_log_set(), a log with clicks, conversions and histories.
+The views of it are planted(), pairs to rank; planted_sequences(), sessions; and planted_log_set(), rows with labels:
+a log with clicks, conversions and histories.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrec_ext.data.features import RawColumns
 from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.pairs import set_of_pairs
 from torchrec_ext.data.prepare import RawSet
-from torchrec_ext.data.preprocess import Categorify, History
+from torchrec_ext.data.preprocess import Categorify, History, TimeFeatures
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.splits import TEST, leave_one_out
 
@@ -272,10 +272,10 @@ def planted(
 
 def planted_sequences(
     *, users: int = 4_000, items: int = 400, seed: int = 0
-) -> tuple[Column, dict[str, float]]:
+) -> tuple[Clicks, dict[str, float]]:
     """Generates sequences of 4 to 20 items: with probability .7 an item's fixed successor follows, else any item.
 
-    No item is taken twice. Returns the sequences, and the best figures on the last items. Popularity knows nothing.
+    No item is taken twice. Returns the clicks, and the best figures on the last items. Popularity knows nothing.
 
     Args:
         users: number of users.
@@ -293,47 +293,8 @@ def planted_sequences(
         seed=seed,
     )
     clicks = model.draw(np.random.default_rng([seed, users, items]))
-    lengths = np.bincount(clicks.users)[1:]
-    last = np.cumsum(lengths) - 1
-    return Column.from_lengths(clicks.items, lengths), model.best(clicks, last)
-
-
-def planted_context(*, rows: int = 60_000, seed: int = 0) -> RawSet:
-    """Generates labels with log-odds from a user's preference for an item, moved by the hour, not by the weekday.
-
-    The column ``weight``, 1 or 2 by the weekday, is read if ``loader.weight`` names it.
-
-    The answer: no score can order the rows better than the log-odds themselves, whose AUC and log loss on the test rows
-    are in ``best``.
-
-    Args:
-        rows: number of rows of all parts together, eight tenths for training and one for each other part.
-        seed: seed of the generator.
-    """
-    model = Planted(users=300, items=200, clusters=6, seed=seed)
-    rng = np.random.default_rng([seed, rows])
-    ids = {
-        "user_id": rng.integers(1, model.users + 1, rows),
-        "item_id": rng.integers(1, model.items + 1, rows),
-        "hour": rng.integers(24, size=rows),
-        "weekday": rng.integers(7, size=rows),
-    }
-    # How much more an item is wanted at night than at noon.
-    evening = rng.normal(size=model.items + 1)[ids["item_id"]]
-    preference = model.preferences[ids["user_id"], ids["item_id"]]
-    logits = np.log(model.items * preference)
-    logits += 2 * evening * np.cos(2 * np.pi * ids["hour"] / 24)
-    chance = 1 / (1 + np.exp(-logits))
-    label = (rng.random(rows) < chance).astype(np.float32)
-    numbers = {"label": label, "weight": (1 + ids["weekday"] % 2).astype(np.float32)}
-    splits, test = _in_parts({**ids, **numbers})
-    return RawSet(
-        name=PLANTED,
-        splits=splits,
-        roles=Roles(label="label", user="user_id", item="item_id"),
-        kept=("label", "weight"),
-        best=best_prediction(chance[test], label[test]),
-    )
+    last = np.cumsum(np.bincount(clicks.users)[1:]) - 1
+    return clicks, model.best(clicks, last)
 
 
 def _arrays(rows: Mapping[str, Any]) -> RawColumns:
@@ -501,6 +462,7 @@ def planted_log_set(*, seed: int = 0, sessions: bool = True) -> RawSet:
             Categorify(column="item_id", also=("history",)),
             Categorify(column="category_id", also=("history_category_id",)),
             Categorify(column="user_id"),
+            TimeFeatures(column="timestamp", features=("hour",)),
         ],
         events=_arrays(columns),
     )

@@ -114,17 +114,12 @@ class Prepared:
     def _check_pairs(self) -> None:
         """Refuses rows that cannot be ranked, and roles that recipes of pairs do not read."""
         roles = self.roles
-        if roles.user is None or roles.item is None:
-            raise DataError(
-                f"{self.folder}: this recipe ranks, and its preprocessing names no user or no item; set "
-                "Prepare(user=..., item=...), or take --recipe stream"
-            )
         for role, expected in (("user", "user_id"), ("item", "item_id")):
             name = getattr(roles, role)
             if name != expected:
                 raise DataError(
-                    f"{self.folder}: the {role}'s column is '{name}', and this recipe reads '{expected}'; write "
-                    f"output='{expected}' to its step in the preprocessing recipe, or take --recipe stream"
+                    f"{self.folder}: the {role}'s column is '{name}', and this recipe ranks by '{expected}'; name such "
+                    f"an output by Prepare({role}=) of the preprocessing recipe, or take --recipe stream"
                 )
         if roles.weight:
             raise DataError(
@@ -342,45 +337,25 @@ class Prepared:
         for chunk in self.chunks(split, [*names, label]):
             yield chunk.take(np.flatnonzero(chunk[label].values > 0))
 
-    @property
-    def positives(self) -> dict[str, tuple[float, float]]:
-        """The weight of each split's rows as positives, and of all of them, by split; see :attr:`task_positives`.
+    def positives(self, split: str, label: str = "") -> tuple[float, float]:
+        """Returns the weight of a split's rows as positives of a label, the first by default, and of all of them.
 
         Raises:
-            DataError: all rows of a split have weight 0.
+            DataError: all rows of the split have weight 0.
         """
-        label = self.roles.label
-        sums = {}
-        for split, source in self.splits.items():
-            total = float(self.labels[split]["total"])
-            every = total
-            if label:
-                every = float(self.labels[split]["positives"][label]["of_all"])
-            if not total > 0:
-                raise DataError(
-                    f"{source.files[0].name}: column '{self.roles.weight}' is 0 in all {source.num_rows:,} rows of "
-                    f"split '{split}'; give each row that counts a weight above 0"
-                )
-            sums[split] = every, total
-        return sums
+        sums = self.labels[split]
+        total = float(sums["total"])
+        if not total > 0:
+            raise DataError(
+                f"{self.folder}: column '{self.roles.weight}' is 0 in all rows of split '{split}'; give each row that "
+                "counts a weight above 0"
+            )
+        label = label or self.roles.label
+        return float(sums["positives"][label]["of_all"]) if label else total, total
 
-    @property
-    def task_positives(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """The weight of the positives of each task, among all rows and among the rows with label 1.
-
-        By split and by task, the label being the first.
-        """
-        return {
-            split: {
-                name: (float(sums["of_all"]), float(sums["of_positive"]))
-                for name, sums in self.labels[split]["positives"].items()
-            }
-            for split in self.splits
-        }
-
-    def share(self, split: str) -> float:
+    def share(self, split: str, label: str = "") -> float:
         """Returns the weighted share of positives among the rows of a split, never quite 0 or 1."""
-        return positive_share(*self.positives[split])
+        return positive_share(*self.positives(split, label))
 
     def taken(self, *splits: str, users: Int64 | None = None) -> Pairs:
         """Returns the users (P,) and items (P,) of the positives of some splits, all by default: sorted, each once.
@@ -426,11 +401,6 @@ class Prepared:
         """Returns the items that each of ``users`` (B,) has taken in some splits: a ragged column, each item once."""
         owners, items = self.taken(*splits, users=users)
         return Column.grouped(items, owners, 1 + int(users.max(initial=0))).take(users)
-
-    @property
-    def item_key(self) -> str | None:
-        """Name of the column of the items, or None."""
-        return self.roles.item
 
     @cached_property
     def popularity(self) -> Int64:
@@ -609,14 +579,11 @@ def open_prepared(
     path = folder / SUMMARY
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
         raise DataError(
-            f"{folder}: has no {SUMMARY}, so rec.data.preprocess did not write it; give the folder that its --out "
-            "names, or preprocess these files first"
-        ) from None
-    except ValueError as error:
-        raise DataError(
-            f"{path}: is damaged ({error}); preprocess the log again"
+            f"{path}: is missing or damaged ({why}); give the folder that --out of rec.data.preprocess names, or "
+            "preprocess the log again"
         ) from None
     if summary.get("version") != VERSION:
         raise DataError(

@@ -21,7 +21,6 @@ from torch import Tensor
 from torchrec_ext.data.columns import Array, Int64
 from torchrec_ext.data.order import RowOrder
 from torchrec_ext.drawn import DrawnStep
-from torchrec_ext.schema import DataError
 
 # Integers that are drawn at a time: one call of numpy for many small steps.
 _DRAWN = 1 << 18
@@ -167,13 +166,7 @@ class ResidentRows(ABC):
         at_once = max(1, _DRAWN // (share * draws.count))
         for first in range(0, len(steps), at_once):
             some = steps[first : first + at_once]
-            try:
-                drawn, there = self._drawn(draws, np.concatenate(some), epoch)
-            except DataError:
-                # Nothing can be drawn for a later step; that step says so when its turn comes.
-                for rows in some:
-                    yield self._drawn(draws, rows, epoch)
-                continue
+            drawn, there = self._drawn(draws, np.concatenate(some), epoch)
             stop = 0
             for rows in some:
                 part = slice(stop, stop + len(rows))

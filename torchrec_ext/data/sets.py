@@ -85,9 +85,14 @@ def open_set(
 def raw_set(config: DataConfig, form: Form) -> RawSet:
     """Returns the rows of the set named by ``config`` as its files have them; see :func:`load_set`."""
     if config.name == PLANTED and form == "sessions":
-        return planted_sessions(config)
+        clicks, best = planted.planted_sequences(
+            seed=config.seed, **config.generated_sizes()
+        )
+        users, items = pa.array(clicks.users), pa.array(clicks.items)
+        raw = set_of_sessions(PLANTED, users, items, config.history_length)
+        return dataclasses.replace(raw, best=best)
     if config.name == PLANTED and form == "labels":
-        return planted.planted_context(seed=config.seed)
+        return planted.planted_log_set(seed=config.seed, sessions=False)
     if config.name == PLANTED:
         return planted.planted(
             history_length=config.history_length,
@@ -161,15 +166,10 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
     files = {part: folder / f"{part}.parquet" for part in PARTS}
     missing = [part for part, file in files.items() if not file.exists()]
     if missing:
-        csv_files = sorted(path.name for path in folder.glob("*.csv*"))
-        if csv_files:
-            raise DataError(
-                f"{folder}: has {listed(csv_files)[:60]} and no {missing[0]}.parquet; a set is of parquet files: "
-                "convert them, or run rec.data.preprocess with a recipe that calls read_csv (docs/preprocess.md)"
-            )
+        there = listed(sorted(path.name for path in folder.iterdir()))[:60]
         raise DataError(
-            f"{folder}: has no rows for {', '.join(missing)}; put files as in docs/recipes.md there, or set "
-            f"data.name={PLANTED}"
+            f"{folder}: has {there or 'no files'} and no {missing[0]}.parquet; write it as in docs/recipes.md, "
+            f"read csv by rec.data.preprocess (docs/preprocess.md), or set data.name={PLANTED}"
         )
     # A file that lacks a column of the first, or has another type, is refused.
     scan(list(files.values()))
@@ -219,17 +219,6 @@ def sessions_in(folder: Path, config: DataConfig) -> RawSet:
     order = pa.array(np.lexsort((times, user)))
     users, items = (columns[key].take(order) for key in KEYS.values())
     return set_of_sessions(config.name, users, items, config.history_length)
-
-
-def planted_sessions(config: DataConfig) -> RawSet:
-    """Returns the generated sequences as a set of sessions."""
-    sequences, best = planted.planted_sequences(
-        seed=config.seed, **config.generated_sizes()
-    )
-    users = pa.array(sequences.owners)
-    items = pa.array(sequences.values)
-    raw = set_of_sessions(PLANTED, users, items, config.history_length)
-    return dataclasses.replace(raw, best=best)
 
 
 def set_of_sessions(name: str, users: pa.Array, items: pa.Array, length: int) -> RawSet:

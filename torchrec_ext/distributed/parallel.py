@@ -29,7 +29,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_ext.batch import skip_fx_notice
+import torchrec_ext.batch  # noqa: F401 -- leaves out a notice of torch, which means TorchRec
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
     declare_table_optimizer,
@@ -148,8 +148,6 @@ def hybrid_parallel(
             plan=plan,
             sharders=sharders(codecs),
         )
-    # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
-    skip_fx_notice()
     # TorchRec calls deprecated collectives and ShardedTensor in every step, and its
     # caller, who reads the sharded state too, cannot choose others. Of torch's,
     # TorchRec's and our own modules alone, and at the end of the list: filters of the

@@ -175,10 +175,18 @@ class ShardedBags(_AsUnsharded, ShardedEmbeddingBagCollection):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        means = [
+            t.name for t in self._embedding_bag_configs if t.pooling == PoolingType.MEAN
+        ]
+        if self._is_weighted and means:
+            raise ValueError(
+                f"tables {listed(means)}: pooled by MEAN with weights, whose gradient by FBGEMM is wrong on a CPU; "
+                "pool by SUM"
+            )
         # Switches TorchRec's own division off.
         self._has_mean_pooling_callback = False
-        means = self._row_wise_means()
-        self._means = [name in means for name in self._embedding_names]
+        divided = self._row_wise_means()
+        self._means = [name in divided for name in self._embedding_names]
         names = _unsharded_order(self._embedding_bag_configs)
         self._order = [self._embedding_names.index(name) for name in names]
         group = self._env.process_group
@@ -222,16 +230,9 @@ class ShardedBags(_AsUnsharded, ShardedEmbeddingBagCollection):
 
     @torch.no_grad()
     def _divisor(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns (B, sum of D) divisors: lengths of the bags, or sums of their weights; 1 if nothing is divided."""
-        lengths = features.lengths()
-        weights = features.weights_or_none()
-        if weights is not None:
-            lengths = torch.ops.fbgemm.segment_sum_csr(
-                1, features.offsets().int(), weights
-            )
-        by_key = dict(
-            zip(features.keys(), lengths.split(features.stride_per_key()), strict=True)
-        )
+        """Returns (B, sum of D) divisors: lengths of the bags; 1 if nothing is divided."""
+        lengths = features.lengths().split(features.stride_per_key())
+        by_key = dict(zip(features.keys(), lengths, strict=True))
         ones = torch.ones_like(next(iter(by_key.values())), dtype=torch.float32)
         columns = []
         for name, mean in zip(self._embedding_names, self._means, strict=True):

@@ -33,7 +33,10 @@ def ease(users: Tensor, items: Tensor, num_items: int, *, l2: float = 500.0) -> 
                 [0.6667, 0.0000, 0.0000],
                 [0.0000, 0.0000, 0.0000]])
     """
-    _check_penalty(l2)
+    if not l2 > 0:
+        raise ValueError(
+            f"l2={l2}: must be above 0, or items with the same users have no unique weights"
+        )
     gram = co_occurrences(users, items, num_items)
     gram.diagonal().add_(l2)
     # With the penalty it is positive definite, so Cholesky's factor gives the inverse.
@@ -58,10 +61,3 @@ def co_occurrences(users: Tensor, items: Tensor, num_items: int) -> Tensor:
         block[users[first:last] - start, items[first:last]] = 1.0
         product.addmm_(block.T, block)
     return product
-
-
-def _check_penalty(l2: float) -> None:
-    if not l2 > 0:
-        raise ValueError(
-            f"l2={l2}: must be above 0, or items with the same users have no unique weights"
-        )

@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.models.tower_model import Loss, Prediction, TowerModel
-from torchrec_ext.modules.interaction import InteractionLayer, TopMLP
+from torchrec_ext.models.tower_model import Prediction, TowerModel
+from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.layers import Activation, Normalization, row_weights
-from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
@@ -23,13 +22,11 @@ from torchrec_ext.schema import BatchSchema, OutOfRange
 class MultiTaskTop(TopMLP):
     """A top NN with a head for each of T tasks over its last hidden layer (hard sharing, Caruana 1997).
 
-    The first head is TopMLP's. Whatever ranks by one logit, such as :meth:`score_all`, ranks by the product of the
-    probabilities of the tasks ``serve``, which is the first task's alone where not given.
+    The first head is TopMLP's, by which a catalogue is ranked.
 
     Args:
         widths: D of each tower, in order.
         tasks: T, 2 or more.
-        serve: numbers of the tasks, from 0, by whose product is ranked; each once.
         hidden: widths of the hidden layers; the heads read the last one.
         activation: see :class:`TopMLP`.
         normalization: see :class:`TopMLP`.
@@ -45,19 +42,10 @@ class MultiTaskTop(TopMLP):
         activation: Activation = "relu",
         normalization: Normalization = "none",
         dropout: float = 0.0,
-        serve: Sequence[int] = (0,),
     ) -> None:
         if tasks < 2:
             raise ValueError(
                 f"tasks={tasks}: must be 2 or more; TopMLP is the network for one"
-            )
-        if (
-            not serve
-            or len(set(serve)) < len(serve)
-            or not set(serve) <= set(range(tasks))
-        ):
-            raise ValueError(
-                f"serve={list(serve)}: must be numbers of tasks, 0 to {tasks - 1}, each once"
             )
         super().__init__(
             widths,
@@ -71,21 +59,6 @@ class MultiTaskTop(TopMLP):
         self.further = nn.ModuleList(
             nn.Linear(first.in_features, 1) for _ in range(tasks - 1)
         )
-        self.serve = list(serve)
-
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        """Returns (B,) logits of the tasks to serve, from the towers' outputs; see :meth:`of_tasks`."""
-        if self.serve == [0]:
-            return super().forward(outputs)
-        return logit_of_product(self.of_tasks(outputs)[:, self.serve])
-
-    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2)."""
-        if self.serve == [0]:
-            return super().score_all(query, candidates)
-        # TopMLP's own shortcut has one head: pairs go through ``forward``, which
-        # multiplies the tasks.
-        return InteractionLayer.score_all(self, query, candidates)
 
     def of_tasks(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B, T) logits of the towers' outputs, (B, D) of any D each."""
@@ -97,20 +70,6 @@ class MultiTaskTop(TopMLP):
             hidden = layer(hidden)
         logits = [head(hidden) for head in (first, *self.further)]
         return torch.cat(logits, dim=1)
-
-
-def logit_of_product(logits: Tensor) -> Tensor:
-    """Converts logits (B, T) to the logits (B,) of the product of their probabilities.
-
-    Example:
-        >>> bool(torch.isclose(logit_of_product(torch.tensor([[0.0, 0.0]])).sigmoid(), torch.tensor(0.25)))
-        True
-    """
-    logarithm = logsigmoid(logits).sum(dim=1)
-    # log(1 - p) would be -inf where p rounds to 1, so p is held just below it.
-    return logarithm - torch.log(
-        -torch.expm1(logarithm.clamp(max=-torch.finfo(logarithm.dtype).eps))
-    )
 
 
 class TaskPredictions(NamedTuple):
@@ -167,10 +126,6 @@ class MultiTaskModel(TowerModel):
         self.tasks = dict(tasks)
         self.of_tasks = _TaskLosses()
 
-    def head_losses(self) -> list[Loss]:
-        """Returns the loss of each task."""
-        return [bce] * len(self.tasks)
-
     def schema(
         self,
         *,
@@ -213,14 +168,13 @@ class _TaskLosses(nn.Module):
     """The losses of all tasks, as a module to keep TorchRec's pipelines from tracing into it."""
 
     def forward(self, logits: Tensor, batch: TowerBatch) -> Tensor:
-        """Returns (T,) losses of the heads' logits (B, T)."""
+        """Returns (T,) losses of the heads' logits (B, T), as :func:`bce`."""
         labels = torch.cat([batch.labels[:, None], batch.targets], dim=1)  # type: ignore[list-item]
-        losses = []
-        for task in range(labels.shape[1]):
-            # A loss knows one task, so it sees the task's labels as the batch's.
-            rows = dataclasses.replace(batch, labels=labels[:, task], targets=None)
-            losses.append(bce(logits[:, task], rows))
-        return torch.stack(losses)
+        weights = batch.weights[:, None]
+        losses = binary_cross_entropy_with_logits(
+            logits, labels, weights, reduction="none"
+        )
+        return losses.sum(0) / batch.total_weight
 
 
 def _check(top: MultiTaskTop, tasks: Mapping[str, float]) -> None:

@@ -43,8 +43,6 @@ class ContextualNCF(TowerModel):
         context_dense: names of the dense context columns.
         item_tables: tables of categorical features of the item.
         item_dense: names of the item's dense columns.
-        user_feature: key of the user ids; the tables are named after it, as in ``user_id_gmf``.
-        item_feature: key of the item ids; the tables are named after it too.
         embedding_std: standard deviation of the id tables' initial values.
         activation: activation after each layer of the MLP.
         dropout: share of values set to 0 after each activation.
@@ -74,8 +72,6 @@ class ContextualNCF(TowerModel):
         context_dense: Sequence[str] = (),
         item_tables: Sequence[EmbeddingBagConfig] = (),
         item_dense: Sequence[str] = (),
-        user_feature: str = "user_id",
-        item_feature: str = "item_id",
         embedding_std: float = 0.01,
         activation: Activation = "relu",
         dropout: float = 0.0,
@@ -92,14 +88,14 @@ class ContextualNCF(TowerModel):
         )
         first = mlp_widths[0]
         user = NCFTower(
-            [*ids(user_feature, users), *context_tables],
+            [*ids("user_id", users), *context_tables],
             gmf_dim,
             first,
             dense=context_dense,
         )
         # The two halves are one layer, so one of them adds its bias.
         item = NCFTower(
-            [*ids(item_feature, items), *item_tables],
+            [*ids("item_id", items), *item_tables],
             gmf_dim,
             first,
             bias=False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,13 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Prediction, TowerModel
 from torchrec_ext.modules.config import LOSSES, check_hardest
 from torchrec_ext.modules.interaction import InteractionLayer
-from torchrec_ext.modules.losses import check_fed
-from torchrec_ext.modules.softmax import gather_rows, in_batch_negatives, to_float32
+from torchrec_ext.modules.losses import check_fed, in_batch_softmax
+from torchrec_ext.modules.softmax import (
+    catalogue_softmax,
+    gather_rows,
+    in_batch_negatives,
+    to_float32,
+)
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
@@ -141,9 +145,7 @@ class _InBatchLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.name = name
-        self._function = LOSSES[name].function
-        if hardest:
-            self._function = partial(self._function, hardest=hardest)
+        self._hardest = hardest
         self.catalogue = LOSSES[name].catalogue
         self.labelled = False
         self._cosine = interaction.metric == "cosine"
@@ -190,14 +192,14 @@ class _InBatchLoss(nn.Module):
             rows=rows,
             present=present,
         )
-        loss: Tensor = self._function(
+        return in_batch_softmax(
             queries,
             negatives,
             weights=weights,
             total_weight=total,
             temperature=self._temperature,
+            hardest=self._hardest,
         )
-        return loss
 
     def _over_catalogue(
         self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch
@@ -218,7 +220,7 @@ class _InBatchLoss(nn.Module):
             total = _mean_over_ranks(weights)
         weighted = weights.nonzero()[:, 0]
         everything = gather_rows(ids[count:])
-        losses: Tensor = self._function(
+        losses = catalogue_softmax(
             to_float32(queries[weighted]) / self._temperature,
             candidates[weighted],
             ids[weighted],

@@ -18,7 +18,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.session_encoder import (
     SessionEncoder,
@@ -68,7 +67,7 @@ class NextItemModel(nn.Module):
         device: device of the table; ``meta`` declares it without memory.
 
     Raises:
-        ValueError: an encoder that is not causal, or not of the table's width.
+        ValueError: an encoder that is not causal.
 
     Example:
         >>> table = EmbeddingConfig(name="item_id", num_embeddings=300_000_000, embedding_dim=64)
@@ -90,11 +89,6 @@ class NextItemModel(nn.Module):
         if not encoder.causal:
             raise ValueError(
                 "encoder: is not causal, so each step would see the item it must predict; make it with causal=True"
-            )
-        if encoder.width != table.embedding_dim:
-            raise ValueError(
-                f"encoder: width D={encoder.width} over table '{table.name}' of embedding_dim={table.embedding_dim}; "
-                "must be equal"
             )
         self.table = dataclasses.replace(table, feature_names=[SESSION, CANDIDATES])
         self.embeddings = EmbeddingCollection(
@@ -196,7 +190,6 @@ def bst(
     target_tables: Sequence[EmbeddingBagConfig] = (),
     target_dense: Sequence[str] = (),
     max_length: int = 20,
-    combine: Combine = "sum",
     device: torch.device | None = None,
     **top: Any,
 ) -> TowerModel:
@@ -214,14 +207,13 @@ def bst(
         target_tables: tables of further features of the target, which are concatenated in the same way.
         target_dense: dense columns of the target, concatenated too.
         max_length: S, the most steps of a session; of a longer one the most recent are read.
-        combine: ``sum`` or, as published, ``concat`` of the features of a step; see :class:`SessionSteps`.
         device: device of the tables; ``meta`` declares them without memory.
         top: further arguments of :class:`SessionTop`, whose defaults are the paper's: one layer, 8 heads, MLP
             1024-512-256.
 
     Raises:
         ValueError: another tower named ``session`` or ``target``, a feature that no table reads, a target that has no
-            place in a concatenated step, or what a SessionTop refuses.
+            place in a step, or what a SessionTop refuses.
 
     Example:
         >>> items = EmbeddingConfig(
@@ -252,7 +244,6 @@ def bst(
             steps,
             session=session,
             max_length=max_length,
-            combine=combine,
         ),
         **rest,
         "target": Tower([*bags, *target_tables], [], dense=target_dense),
@@ -260,9 +251,8 @@ def bst(
     network = SessionTop(
         [tower.out_features for tower in towers.values()],
         width=tables[0].embedding_dim,
-        targets=len(target),
-        features=len(session) if combine == "concat" else 1,
-        slots=target_slots(tables, session, target, combine),
+        features=len(session),
+        slots=target_slots(tables, session, target),
         max_length=max_length,
         **top,
     )

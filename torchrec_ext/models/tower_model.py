@@ -80,8 +80,6 @@ class TowerModel(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if not towers:
-            raise ValueError("a TowerModel needs at least one tower")
         self.towers = Towers(towers, shared=shared)
         self.interaction = interaction
         self.loss = _LossModule(loss)
@@ -106,31 +104,19 @@ class TowerModel(nn.Module):
         entropy stay as they are.
 
         Args:
-            shares: share of positives among the training rows, above 0 and below 1, for each head: one, or T of a
-                MultiTaskModel.
+            shares: share of positives among the training rows, above 0 and below 1, of each task.
 
         Returns:
             The log-odds that were set.
-
-        Raises:
-            ValueError: not one share for each head, or a share that is not between 0 and 1.
         """
-        log_odds = []
-        losses = self.head_losses()
-        if len(shares) != len(losses):
-            raise ValueError(
-                f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head"
-            )
-        biases = getattr(self.interaction, "last_biases", [])[-len(losses) :]
+        log_odds: list[float] = []
+        if self.loss.function is not bce:
+            return log_odds
+        biases = getattr(self.interaction, "last_biases", [])[-len(shares) :]
         # Not strict: an interaction without a bias has none to set.
-        for share, loss, bias in zip(shares, losses, biases, strict=False):
-            if not 0 < share < 1:
-                raise ValueError(
-                    f"shares: {share}: must be above 0 and below 1, since the log-odds of others are not finite"
-                )
-            if loss is bce:
-                log_odds.append(math.log(share / (1 - share)))
-                nn.init.constant_(bias, log_odds[-1])
+        for share, bias in zip(shares, biases, strict=False):
+            log_odds.append(math.log(share / (1 - share)))
+            nn.init.constant_(bias, log_odds[-1])
         return log_odds
 
     def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
@@ -150,10 +136,6 @@ class TowerModel(nn.Module):
     def calibrated(self) -> bool:
         """Whether the logits are trained to be log-odds of the label, as log loss and calibration assume."""
         return not isinstance(self.loss.function, PairwiseLoss)
-
-    def head_losses(self) -> list[Loss]:
-        """Returns the loss of each head."""
-        return [self.loss.function]
 
     def schema(
         self,

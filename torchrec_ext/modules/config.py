@@ -6,17 +6,15 @@ torch, so that a command line is checked at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torchrec_ext.schema.validation import check_choice, check_least
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
 Normalization = Literal["none", "layer", "batch"]
 Position = Literal["start", "end", "none"]
-Combine = Literal["sum", "concat"]
 
 
 # What model.interaction of a recipe may be, in the order in which a message lists them, and
@@ -42,8 +40,6 @@ class LossKind:
     A loss that is neither pairwise nor over the batch compares each row with its own label.
 
     Args:
-        path: ``module:name`` of a function from (logits, batch) to the loss, (); a pairwise one takes ``negatives``
-            too. One over the batch takes what :func:`torchrec_ext.modules.losses.in_batch_softmax` takes.
         pairwise: whether it compares each positive with its own N drawn negatives.
         in_batch: whether it compares each query with the candidates of the whole batch, which an interaction with a
             ``metric`` makes cheap enough; :class:`torchrec_ext.models.retrieval.RetrievalModel` calls it.
@@ -51,7 +47,6 @@ class LossKind:
             it takes what :func:`torchrec_ext.modules.softmax.catalogue_softmax` takes.
     """
 
-    path: str
     pairwise: bool = False
     in_batch: bool = False
     catalogue: bool = False
@@ -61,26 +56,14 @@ class LossKind:
         """Whether the queries of a step share their candidates; then vectors are compared, not rows."""
         return self.in_batch or self.catalogue
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The loss function; reading it imports its module."""
-        function: Callable[..., Any] = resolve_name(self.path)
-        return function
-
 
 # What model.loss of a recipe may be, in the order in which a message lists them.
 LOSSES: Mapping[str, LossKind] = {
-    "bce": LossKind(path="torchrec_ext.modules.losses:bce"),
-    "in_batch": LossKind(
-        path="torchrec_ext.modules.losses:in_batch_softmax", in_batch=True
-    ),
-    "bpr": LossKind(path="torchrec_ext.modules.losses:bpr", pairwise=True),
-    "sampled_softmax": LossKind(
-        path="torchrec_ext.modules.losses:sampled_softmax", pairwise=True
-    ),
-    "catalogue": LossKind(
-        path="torchrec_ext.modules.softmax:catalogue_softmax", catalogue=True
-    ),
+    "bce": LossKind(),
+    "in_batch": LossKind(in_batch=True),
+    "bpr": LossKind(pairwise=True),
+    "sampled_softmax": LossKind(pairwise=True),
+    "catalogue": LossKind(catalogue=True),
 }
 if TYPE_CHECKING:
     LossName: TypeAlias = str

@@ -64,19 +64,6 @@ def over_pairs(
     return torch.cat(scores)
 
 
-def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, int]:
-    """Returns (D1, D2), the widths of a query and of a candidate; D1 is 0 for a single tower.
-
-    Raises:
-        ValueError: no tower, or one whose width is 0.
-    """
-    if not widths or min(widths) < 1:
-        raise ValueError(
-            f"{interaction} needs towers, each of width 1 or more, got {shapes(widths) or 'none'}"
-        )
-    return sum(widths[:-1]), widths[-1]
-
-
 def equal_width(
     interaction: str, widths: Sequence[int], *, towers: int | None = None
 ) -> int:
@@ -90,19 +77,13 @@ def equal_width(
     Raises:
         ValueError: towers of different widths, or not as many as ``towers``.
     """
-    many = "two towers or more" if towers is None else "two towers"
     wrong_number = len(widths) < 2 or towers not in (None, len(widths))
-    if wrong_number or len(set(widths)) > 1 or min(widths) < 1:
+    if wrong_number or len(set(widths)) > 1:
         raise ValueError(
-            f"{interaction} needs {many} of equal width, got {shapes(widths) or 'none'}; give them one last width, or "
-            "use TopMLP, which takes any"
+            f"{interaction} over towers of widths {list(widths)}: needs {towers or '2 or more'} of one width; give "
+            "them one last width, or use TopMLP, which takes any"
         )
     return widths[0]
-
-
-def shapes(widths: Sequence[int]) -> str:
-    """Returns the shapes of the towers' outputs as a message shows them, such as ``(B, 8), (B, 16)``."""
-    return ", ".join(f"(B, {width})" for width in widths)
 
 
 class InteractionLayer(nn.Module):
@@ -254,7 +235,7 @@ class TopMLP(InteractionLayer):
         activate_input: bool = True,
     ) -> None:
         super().__init__()
-        self.widths = list(query_and_candidate("TopMLP", widths))
+        self.widths = [sum(widths[:-1]), widths[-1]]
         self.mlp = mlp(
             sum(widths),
             [*hidden, 1],
@@ -315,7 +296,7 @@ class DeepCross(InteractionLayer):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        width = sum(query_and_candidate("DeepCross", widths))
+        width = sum(widths)
         if layers < 1:
             raise ValueError(
                 f"layers={layers}: must be 1 or more; without crossing layers it is TopMLP"

@@ -176,6 +176,4 @@ def mlp(
         layers.append(activation_layer(activation))
         if dropout:
             layers.append(nn.Dropout(dropout))
-    # Called for its check: a wrong name must raise even without hidden layers.
-    activation_layer(activation)
     return nn.Sequential(*layers, nn.Linear(hidden[-1], widths[-1]))

@@ -4,12 +4,12 @@ Each divides by the batch's total weight, so that the mean of the ranks' losses 
 of weight 0 are padding and do not count. A positive with its N negatives is a group of 1 + N rows, as the loader makes
 them.
 
-A new loss is a function here and a line in LOSSES of config.py, which says what it compares: recipes then know it.
+A new pairwise loss is a function here, in PAIRWISE, and a line in LOSSES of config.py: recipes then know it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import get_args
 
@@ -127,9 +127,8 @@ def in_batch_softmax(
     width = negatives.candidates.shape[1]
     if queries.shape != (count, width) or weights.shape != (count,):
         raise ValueError(
-            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, "
-            f"{width}) and (B,) = ({count},), as in_batch_negatives was given {count} queries and candidates of width "
-            f"{width}"
+            f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be {count, width} and "
+            f"({count},), those of in_batch_negatives"
         )
     with torch.autocast(queries.device.type, enabled=False):
         # Scaling the queries costs B x D divisions, scaling the scores B x C.
@@ -250,6 +249,13 @@ def check_fed(loss: str, *, negatives: int, label: str | None) -> None:
         )
 
 
+# Functions from (logits, batch, negatives=) of the losses that are pairwise.
+PAIRWISE: Mapping[str, Callable[..., Tensor]] = {
+    "bpr": bpr,
+    "sampled_softmax": sampled_softmax,
+}
+
+
 class PairwiseLoss(nn.Module):
     """A pairwise loss of LOSSES over groups of a positive and its N negatives.
 
@@ -267,7 +273,7 @@ class PairwiseLoss(nn.Module):
         super().__init__()
         self.name = name
         self.negatives = 0
-        self.function = LOSSES[name].function
+        self.function = PAIRWISE[name]
         if name == "sampled_softmax":
             self.function = partial(self.function, temperature=temperature)
 
@@ -304,4 +310,4 @@ def row_loss(
     check_choice("model.loss", name, get_args(RowLossName))
     if LOSSES[name].pairwise:
         return PairwiseLoss(name, temperature=temperature)
-    return LOSSES[name].function
+    return bce

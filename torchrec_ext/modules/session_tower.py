@@ -7,7 +7,7 @@ which runs for each pair of a session and a target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
@@ -16,29 +16,27 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
-from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.session_encoder import Position, SessionEncoder, from_end
 from torchrec_ext.modules.tower import Activation, Padded, Vectors, check_tables, mlp
-from torchrec_ext.schema.validation import check_choice
 
 BST_WIDTHS = (1024, 512, 256)
+_UNEQUAL = "features of one step of a session must be equally many"
 
 
 class SessionSteps(nn.Module):
     """Passes the embedded steps of a session on to a :class:`SessionTop`, which sees the target too.
 
-    Its output is (B, S x (W + 1)): S steps, oldest first, each the sum of its features' embeddings, or their
-    concatenation, with a last number that is 1, and zeros for steps that are not there.
+    Its output is (B, S x (W + 1)): S steps, oldest first, each its features' embeddings side by side, W wide, with a
+    last number that is 1, and zeros for steps that are not there.
 
     Args:
         tables: TorchRec EmbeddingConfigs of one width D.
         session: features of the steps, oldest first, equally long in a row.
         max_length: S; of a longer session the most recent steps are read, in training and in requests alike.
-        combine: ``sum``, which keeps the width D; or ``concat``, steps of D x len(session).
 
     Raises:
-        ValueError: a feature that no table reads, tables of several widths; when run, features of unequal length.
+        ValueError: when run, features of unequal length.
     """
 
     def __init__(
@@ -47,11 +45,9 @@ class SessionSteps(nn.Module):
         *,
         session: Sequence[str],
         max_length: int = 20,
-        combine: Combine = "sum",
     ) -> None:
         super().__init__()
         check_tables(tables)
-        check_features(tables, session, ())
         self.tables = list(tables)
         self.dense: tuple[str, ...] = ()
         names: dict[str, str] = {}
@@ -60,9 +56,7 @@ class SessionSteps(nn.Module):
         self._keys = [names[name] for name in session]
         self._session = tuple(session)
         self.max_length = max_length
-        self._combine = combine
-        features = len(session) if combine == "concat" else 1
-        self.out_features = max_length * (features * tables[0].embedding_dim + 1)
+        self.out_features = max_length * (len(session) * tables[0].embedding_dim + 1)
 
     def forward(self, vectors: Vectors, dense: Tensor) -> Tensor:
         """Returns (B, S x (W + 1)) of the embeddings of its tables; ``dense`` (B, 0) has the type that steps get."""
@@ -70,9 +64,7 @@ class SessionSteps(nn.Module):
         is_padded = isinstance(embedded[0], Padded)
         if not is_padded:
             lengths = self._lengths([each.lengths().long() for each in embedded])
-        values = [each.values() for each in embedded]
-        steps = torch.cat(values, dim=-1) if self._combine == "concat" else sum(values)
-        steps = steps.to(dense.dtype)
+        steps = torch.cat([each.values() for each in embedded], -1).to(dense.dtype)
         if is_padded:
             # Its L is S already.
             is_step = embedded[0].mask()
@@ -93,18 +85,13 @@ class SessionSteps(nn.Module):
         """Returns the lengths (B,) that all features have."""
         first, *others = lengths
         for name, each in zip(self._session[1:], others, strict=True):
-            differs = each != first
-            if differs.is_cuda:
+            same = (each == first).all()
+            if same.is_cuda:
                 # Without a wait.
-                torch._assert_async(
-                    ~differs.any(),
-                    "features of one step of a session must be equally many",
-                )
-            elif differs.any():
-                row = int(differs.nonzero()[0])
+                torch._assert_async(same, _UNEQUAL)
+            elif not same:
                 raise ValueError(
-                    f"feature '{name}' has {int(each[row])} values in row {row} of the batch and '{self._session[0]}' "
-                    f"{int(first[row])}: features of one step must be equally many"
+                    f"feature '{name}' has other lengths than '{self._session[0]}': {_UNEQUAL}"
                 )
         return first
 
@@ -117,12 +104,10 @@ class SessionTop(InteractionLayer):
 
     Args:
         widths: width of each tower's output, in order: the steps', those of other towers, and last the target's, whose
-            first ``targets`` x D numbers are the embeddings of the target's features.
+            first D x len(slots) numbers are the embeddings of the target's features.
         width: D of the features.
-        targets: number of the target's features that make its step.
-        features: number of features that a step concatenates; 1 if they are added.
-        slots: number, from 0, of the feature of a step where each of the target's features stands; where steps are
-            added, nothing.
+        features: number of features of a step.
+        slots: number, from 0, of the feature of a step where each of the target's features stands.
         max_length: S of the steps.
         top_widths: hidden widths over the transformer's output and the other towers', those of the target after its
             step among them; without any the logit is linear in them.
@@ -143,9 +128,8 @@ class SessionTop(InteractionLayer):
         widths: Sequence[int],
         *,
         width: int,
-        targets: int = 1,
         features: int = 1,
-        slots: Sequence[int] = (),
+        slots: Sequence[int] = (0,),
         max_length: int = 20,
         top_widths: Sequence[int] = BST_WIDTHS,
         layers: int = 1,
@@ -159,7 +143,7 @@ class SessionTop(InteractionLayer):
         step = features * width
         self.widths = list(widths)
         self._steps = (max_length, step + 1)
-        self._target = (targets, width)
+        self._target = (len(slots), width)
         self.features = features
         self.slots = list(slots)
         self.encoder = SessionEncoder(
@@ -179,7 +163,7 @@ class SessionTop(InteractionLayer):
             nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
         )
         self.mlp = mlp(
-            step * (max_length + 1) + sum(widths[1:]) - targets * width,
+            step * (max_length + 1) + sum(widths[1:]) - len(slots) * width,
             [*top_widths, 1],
             activation=activation,
             dropout=dropout,
@@ -206,9 +190,7 @@ class SessionTop(InteractionLayer):
         return self.mlp(joined).squeeze(1)  # type: ignore[no-any-return]
 
     def _in_slots(self, targets: Tensor) -> Tensor:
-        """Returns the step (B, W) of the target's embeddings (B, T, D): F x D with zeros, or the sum."""
-        if not self.slots:
-            return targets.sum(1)
+        """Returns the step (B, F x D) of the target's embeddings (B, T, D), zeros where it has no feature."""
         parts = [torch.zeros_like(targets[:, 0])] * self.features
         for number, slot in enumerate(self.slots):
             parts[slot] = targets[:, number]
@@ -219,16 +201,12 @@ def target_slots(
     tables: Sequence[EmbeddingConfig],
     session: Sequence[str],
     target: Sequence[str],
-    combine: Combine,
 ) -> list[int]:
     """Returns for each target feature the index of the session's feature with the same table.
 
     Raises:
-        ValueError: there is none, or it is another target's too, or ``combine`` is not known; with ``sum`` any will do.
+        ValueError: there is none, or it is another target's too.
     """
-    check_choice("combine", combine, get_args(Combine))
-    if combine == "sum":
-        return []
     names: dict[str, str] = {}
     for table in tables:
         names |= dict.fromkeys(table.feature_names, table.name)
@@ -241,9 +219,8 @@ def target_slots(
         ]
         if not free:
             raise ValueError(
-                f"combine=concat: target feature '{feature}' is read from table '{names[feature]}', which "
-                f"no feature left in session={list(session)} reads too; give it another tower, or "
-                "combine=sum"
+                f"target feature '{feature}' is read from table '{names[feature]}', which no feature left in "
+                f"session={list(session)} reads too; give it another tower"
             )
         slots.append(free[0])
     return slots

@@ -79,11 +79,10 @@ def in_batch_negatives(
     size = len(ids)
     if present is None:
         present = ids != 0
-    for name, values in (("embeddings", embeddings[:, 0]), ("present", present)):
-        if values.shape != ids.shape:
-            raise ValueError(
-                f"{name}: {len(values)} rows, ids: {size}; give one for each id"
-            )
+    if len(embeddings) != size:
+        raise ValueError(
+            f"embeddings: {len(embeddings)} rows, ids: {size}; give one for each id"
+        )
     # An exchange of sizes, for which a GPU is waited.
     if rows is None:
         rows = int(_gather(torch.tensor([size], device=ids.device), None).max())
@@ -171,7 +170,7 @@ def catalogue_softmax(
     candidates: Tensor,
     candidate_ids: Tensor,
     *,
-    num_items: int,
+    num_items: int | Tensor,
 ) -> Tensor:
     """Returns (P,) cross entropies of each target among all items, scored by the dot product with the state.
 

@@ -32,7 +32,6 @@ from torchrec.modules.embedding_configs import (
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_ext.batch import skip_fx_notice
 from torchrec_ext.data.columns import Chunk, Column, with_elements
 from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.preprocess.columns import is_list_column, raw_type
@@ -261,7 +260,7 @@ class TowerNetwork(Network):
         self.calibrated = (
             isinstance(model, TowerModel)
             and model.calibrated
-            and all(loss is bce for loss in model.head_losses())
+            and model.loss.function is bce
         )
         leaves: list[Leaf] = []
         for name, each in reads.items():
@@ -587,7 +586,6 @@ class OwnNetwork(Network):
     def _inputs(self, names: Sequence[str]) -> tuple[str, list[str]]:
         """Returns the name of forward's dict argument (empty if it takes columns by name), and the columns to give."""
         if isinstance(self.model, DLRM):
-            skip_fx_notice()
             required = taken = [_DENSE, *self._features]
         else:
             parameters = dict(inspect.signature(self.model.forward).parameters)

@@ -25,7 +25,6 @@ from torchrec_ext.batch import (
 )
 from torchrec_ext.schema.array_columns import element_of, source_columns, widths_of
 from torchrec_ext.schema.checks import (
-    check_index,
     checked_bags,
     numbers_of,
     of_shape,
@@ -218,50 +217,36 @@ class BatchSchema:
         weights: Tensor | None = None,
         total_weight: float | None = None,
         targets: Tensor | None = None,
-        index: Tensor | None = None,
     ) -> TowerBatch:
-        """Checks the columns and packs them into one batch.
+        """Checks the columns and packs them into one batch, whose row i has shared row i.
 
         Args:
-            sparse: a :class:`Jagged` for each sparse feature, of B rows or, if it is shared, Q; further entries are
-                ignored.
-            dense: a (B,) or (Q,) column for each dense name, (B, W) or (Q, W) for an array column; further entries are
-                ignored.
+            sparse: a :class:`Jagged` of B rows for each sparse feature; further entries are ignored.
+            dense: a (B,) column for each dense name, (B, W) for an array column; further entries are ignored.
             labels: (B,).
             weights: (B,), 0 for padding; ones by default.
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; the sum of
                 ``weights`` by default.
             targets: (B, T - 1) the labels of the schema's ``tasks``; required if it has such.
-            index: (B,) the shared row of each row. By default Q is B and row i has shared row i.
 
         Raises:
             DataError: a column is missing, has another length or type, or holds an invalid value.
         """
         dense = dense or {}
         size = labels.numel()
-        queries = size
-        if self.shared and index is not None:
-            queries = self._queries(sparse, dense)
-            check_index(index, size, queries)
-        elif self.shared:
-            index = torch.arange(size)
+        places = torch.arange(size)
         bags = {}
         for feature in self.sparse:
-            rows = queries if feature.name in self.shared else size
             column = self._column(sparse, feature.name)
             bags[feature.name] = checked_bags(
-                feature, column, rows, replace=self.out_of_range == "oov"
+                feature, column, size, replace=self.out_of_range == "oov"
             )
         items = None
         if self.replaces is not None:
             # The item that was sampled, whatever is looked up for it.
             if self.candidate in bags:
                 items = _first_ids(bags[self.candidate], size)
-            numbers = RowNumbers(torch.arange(size), torch.arange(queries))
-            bags |= self.replaces(bags, numbers)
-        shared_dense = None
-        if self.shared:
-            shared_dense = self._matrix(dense, self.shared_dense, queries)
+            bags |= self.replaces(bags, RowNumbers(places, places))
         if weights is None:
             weights = torch.ones(size)
         weights = numbers_of("weight", weights, size, (0.0, math.inf))
@@ -274,20 +259,9 @@ class BatchSchema:
             total_weight=total_of(weights, total_weight),
             targets=self._targets(targets, size),
             items=items,
-            shared_dense=shared_dense,
-            index=index if self.shared else None,
+            shared_dense=self._matrix(dense, self.shared_dense, size),
+            index=places,
         )
-
-    def _queries(
-        self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]
-    ) -> int:
-        """Returns Q, the number of rows of the first shared column."""
-        for name in self.keys:
-            if name in self.shared:
-                values, lengths = self._column(sparse, name)
-                return len(values if lengths is None else lengths)
-        source = source_columns(self.shared_dense)[0]
-        return len(self._column(dense, source))
 
     def _targets(self, targets: Tensor | None, size: int) -> Tensor | None:
         # Labels of tasks that the model lacks are ignored, as further columns are.
@@ -342,13 +316,6 @@ class BatchSchema:
         Returns:
             A tensor of these keys, with ``out_of_range="oov"`` with the out-of-vocabulary row for invalid ids.
         """
-        values, lengths = features.values(), features.lengths()
-        total = int(lengths.sum())
-        if total != len(values):
-            raise DataError(
-                f"the KeyedJaggedTensor has {len(values)} values, and lengths that add up to {total}; give each "
-                "feature one length a row"
-            )
         columns = features.to_dict()
         keys = [set(kind) for kind in self.layout if kind is not None]
         if not any(kind <= columns.keys() for kind in keys):

@@ -33,27 +33,10 @@ def numbers_of(
     if not bad.any():
         return column
     row = int(bad.nonzero()[0])
-    value = float(column[row])
-    if not math.isfinite(value):
-        rule = "is not finite; fill or drop it where it is read"
-    elif math.isinf(high):
-        rule = f"must be {low:g} or more"
-    else:
-        rule = f"must be from {low:g} to {high:g}"
-    if name == "label" and math.isfinite(value):
-        rule += "; for other labels make the schema with label_range=None"
     raise DataError(
-        f"column '{name}': value {value:g} in row {row} of the batch {rule}"
+        f"column '{name}': value {float(column[row]):g} in row {row} of the batch must be finite, from {low:g} to "
+        f"{high:g}; mend it where it is read, or make the schema with label_range=None for other labels"
     )
-
-
-def check_index(index: Tensor, size: int, queries: int) -> None:
-    """Refuses an index without a shared row for each row."""
-    fits = index.shape == (size,) and bool(((index >= 0) & (index < queries)).all())
-    if not fits:
-        raise DataError(
-            f"index of shape {tuple(index.shape)}: must be (B,) = ({size},), places from 0 to {queries - 1}"
-        )
 
 
 def total_of(weights: Tensor, given: float | None) -> Tensor:
@@ -95,17 +78,13 @@ def checked_bags(
         raise DataError(
             f"feature '{name}': {rows} rows, must be ({size},); give one entry for each row"
         )
-    if lengths is not None:
-        if bool((lengths < 0).any()):
-            row = int((lengths < 0).nonzero()[0])
-            raise DataError(
-                f"feature '{name}': length {int(lengths[row])} in row {row} of the batch; lengths must be 0 or more"
-            )
-        if int(lengths.sum()) != len(values):
-            raise DataError(
-                f"feature '{name}': the lengths add up to {int(lengths.sum())}, but there are {len(values)} ids; they "
-                "must agree"
-            )
+    if lengths is not None and (
+        bool((lengths < 0).any()) or int(lengths.sum()) != len(values)
+    ):
+        raise DataError(
+            f"feature '{name}': lengths that add up to {int(lengths.sum())}, the least {int(lengths.min())}, for "
+            f"{len(values)} ids; must be 0 or more and add up to them"
+        )
     values = values.long()
     bad = (values < 0) | (values >= feature.num_embeddings)
     # Any 64-bit number is an id of a dynamic feature: rows come later.
@@ -120,8 +99,6 @@ def checked_bags(
 
 
 def _check_integers(what: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise DataError(f"{what} are a {type(tensor).__name__}, must be a tensor")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise DataError(
             f"{what} are {str(tensor.dtype).removeprefix('torch.')}, must be integers; convert them where they are "

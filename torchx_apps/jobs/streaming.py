@@ -26,7 +26,6 @@ from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import DynamicIds
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
 from torchrec_ext.retrieval.export import Renewal, export
 from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
@@ -213,7 +212,6 @@ def _model_and_loader(
         job.model,
         EventTables({name: policy.capacity for name, policy in policies.items()}),
     )
-    loss = LOSSES.get(getattr(job.model, "loss", ""))
     if isinstance(model, TowerModel):
         model.expect_rows(negatives=config.negatives, label=label)
         if label is None and config.negatives:
@@ -229,7 +227,6 @@ def _model_and_loader(
         batch_size=config.batch_size,
         negatives=config.negatives,
         seed=config.seed,
-        log_q=loss is not None and (loss.in_batch or config.negatives > 0),
         stop=stop,
     )
     return (

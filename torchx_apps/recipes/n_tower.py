@@ -25,7 +25,7 @@ from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.config import Schedule, TrainConfig
 from torchx_apps.recipes.two_tower import TowersConfig, model_of, tower_of
 from torchx_apps.tasks.job import Job
-from torchx_apps.tasks.loading import labelled_task, multi_label_task
+from torchx_apps.tasks.loading import labelled_task
 
 if TYPE_CHECKING:
     from torchrec_ext.data.prepared import Prepared
@@ -91,7 +91,7 @@ def n_tower() -> Job:
         model=NTowerConfig(),
         data=DataConfig(ranked=0),
         task=labelled_task,
-        loader=LoaderConfig(negatives=0, label="label"),
+        loader=LoaderConfig(negatives=0),
         # tables_l2 keeps the tables from memorising rare ids; its exact value matters
         # little, since batch normalisation removes the tables' scale.
         optimizer=OptimizerConfig(
@@ -135,7 +135,7 @@ def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) 
     """Returns the item column; the last tower must read it for a loss that compares items."""
     from torchx_apps.tasks.export_data import tower_columns
 
-    item = data.item_key
+    item = data.roles.item
     *_, last = towers
     if item is None:
         raise ValueError(
@@ -172,13 +172,10 @@ class MultiTaskConfig(NTowerConfig):
     Args:
         weights: weight of a task's loss, by task, as in ``--model.weights.conversion 0.5``; 1 for a task that is not
             named.
-        serve: tasks by whose product of probabilities items are ranked and a bundle scores, as ``click,conversion``;
-            the first task where empty.
     """
 
     interaction: Interaction = "top_nn"
     weights: Mapping[str, float] = field(default_factory=dict)
-    serve: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,7 +203,7 @@ def multi_task() -> Job:
             dropout=0.0,
         ),
         data=DataConfig(),
-        task=multi_label_task,
+        task=labelled_task,
         # What user and item tell together needs some hundred steps; with millions of
         # rows one epoch of large batches.
         loader=LoaderConfig(batch_size=256, negatives=0),
@@ -234,13 +231,11 @@ def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
             f"data.name={data.name}: its preprocessing names one label, '{labels[0]}'; name more, as "
             "Prepare(label='click', tasks=('conversion',)), or take --recipe stream"
         )
-    for key, names in (("weights", weights), ("serve", config.serve)):
-        for name in names:
-            if name not in labels:
-                raise ValueError(
-                    f"model.{key}={name}: the rows of '{data.name}' have no such label; their labels are "
-                    f"{listed(labels)}"
-                )
+    for name in weights:
+        if name not in labels:
+            raise ValueError(
+                f"model.weights={name}: the rows of '{data.name}' have no such label; their labels are {listed(labels)}"
+            )
     towers = _towers(config, data)
     top = MultiTaskTop(
         [tower.out_features for tower in towers.values()],
@@ -249,7 +244,6 @@ def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
         activation=config.activation,
         normalization=config.normalization,
         dropout=config.dropout,
-        serve=[labels.index(name) for name in config.serve] or [0],
     )
     return MultiTaskModel(
         towers,

@@ -81,7 +81,7 @@ def contextual_ncf() -> Job:
         model=NCFConfig(),
         data=DataConfig(ranked=0),
         task=labelled_task,
-        loader=LoaderConfig(batch_size=512, negatives=0, label="label"),
+        loader=LoaderConfig(batch_size=512, negatives=0),
         optimizer=OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=2e-3),
         # Stops early, since longer training makes it overconfident: Frappe takes 5 or 6
         # epochs, smaller catalogues 3.

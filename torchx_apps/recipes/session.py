@@ -16,7 +16,6 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
     Activation,
-    Combine,
     LossName,
     Position,
 )
@@ -146,8 +145,6 @@ class BstConfig:
     Args:
         embedding_dim: D, columns of every table.
         embedding_std: standard deviation of the tables' initial values.
-        combine: ``concat``, steps that are as wide as all their features' embeddings together, as in the paper; or
-            ``sum``, steps of D columns, a transformer and an MLP as many times smaller.
         window: S, the most steps of a session that are read, the latest, in training and in requests alike; the
             ``length`` of the preprocessing's History where 0.
         layers: number of the transformer's layers.
@@ -163,7 +160,6 @@ class BstConfig:
 
     embedding_dim: int = 32
     embedding_std: float = 0.1
-    combine: Combine = "concat"
     window: int = 0
     layers: int = 1
     heads: int = 8
@@ -285,7 +281,6 @@ def build_bst(config: BstConfig, data: Prepared) -> TowerModel:
         ),
         target_dense=dense,
         max_length=sessions.window,
-        combine=config.combine,
         device=torch.device("meta"),
         top_widths=config.top_widths,
         layers=config.layers,

@@ -21,7 +21,7 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.prepare import SESSION
-from torchrec_ext.data.prepared import Prepared, positive_share
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.batch_schema import IdReplacement
@@ -263,14 +263,9 @@ class Evaluator:
         data = self.data
         if data.form != "labels":
             return
-        if not self.tasks:
-            yield "", data.positives[split], data.share("train")
-            return
-        for name in self.tasks:
-            sums = []
-            for of in (split, "train"):
-                sums.append((data.task_positives[of][name][0], data.positives[of][1]))
-            yield f"{name}_", sums[0], positive_share(*sums[1])
+        for name in self.tasks or ("",):
+            prefix = f"{name}_" if name else ""
+            yield prefix, data.positives(split, name), data.share("train", name)
 
     def example(self) -> str:
         """Returns the recommendations for the first test row as text for a person; empty for rows with labels."""

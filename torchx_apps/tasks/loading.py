@@ -23,7 +23,7 @@ def ranking_task(config: DataConfig) -> Task:
 
 
 def labelled_task(config: DataConfig) -> Task:
-    """Opens the labelled rows of ``config``, of any number."""
+    """Opens the labelled rows of ``config``, of any number; generated ones depend on user and item alone."""
     return _task(config, "labels")
 
 
@@ -32,7 +32,7 @@ def session_task(config: DataConfig) -> Task:
     return _task(config, "sessions")
 
 
-def logged_task(config: DataConfig, *, sessions: bool = True) -> Task:
+def logged_task(config: DataConfig) -> Task:
     """Opens the preprocessed rows of ``config``; generated ones have sessions, which predict the next click."""
     from torchrec_ext.data.planted import planted_log_set
     from torchrec_ext.data.sets import open_set
@@ -40,10 +40,4 @@ def logged_task(config: DataConfig, *, sessions: bool = True) -> Task:
 
     if config.name != PLANTED:
         return labelled_task(config)
-    raw = planted_log_set(seed=config.seed, sessions=sessions)
-    return Task(open_set(raw, config, "labels"))
-
-
-def multi_label_task(config: DataConfig) -> Task:
-    """Opens the preprocessed rows of ``config``; generated ones have two labels, which depend on user and item."""
-    return logged_task(config, sessions=False)
+    return Task(open_set(planted_log_set(seed=config.seed), config, "labels"))

@@ -155,12 +155,7 @@ class Task:
             tasks: names of further columns of labels.
         """
         if self.data.form == "labels":
-            sums = self.data.task_positives["train"] if tasks else {}
-            total = self.data.positives["train"][1]
-            return [
-                self.data.share("train"),
-                *(positive_share(sums[name][0], total) for name in tasks),
-            ]
+            return [self.data.share("train", name) for name in ("", *tasks)]
         # Each positive comes with its drawn negatives.
         rows = self.data.splits["train"].num_rows
         return [positive_share(rows, rows * (1 + config.negatives))]
@@ -178,11 +173,6 @@ class Task:
             raise ValueError(
                 f"model.loss=catalogue with loader.negatives={config.negatives}: these are a sample of the catalogue; "
                 "set loader.negatives=0, or model.loss=sampled_softmax"
-            )
-        if form == "labels" and config.negatives:
-            raise ValueError(
-                f"loader.negatives={config.negatives}: the rows of '{self.name}' have labels of their own, negatives "
-                "among them; set loader.negatives=0"
             )
         # The schema has a label range where the loss reads labels, and none if it
         # compares rows.

@@ -35,14 +35,9 @@ def batch_of(
     candidates: Int64 | None = None,
     *,
     items: Chunk | None = None,
-    padded_rows: int | None = None,
 ) -> TowerBatch:
-    """Returns the batch of ``rows`` beside ``candidates`` (B, 1 + N), padded up to ``padded_rows`` if that is given."""
-    size = padded_rows or rows.num_rows
-    # A last step that is not full is padded, so a full one comes before it.
-    numbers = np.arange(rows.num_rows)
-    if padded_rows:
-        numbers = np.concatenate([np.zeros(size, np.int64), numbers])
+    """Returns the batch of ``rows`` beside ``candidates`` (B, 1 + N)."""
+    size = rows.num_rows
     sampler = None
     negatives = 0
     if candidates is not None:
@@ -50,14 +45,14 @@ def batch_of(
         if "user_id" not in rows:
             rows = rows.with_columns({"user_id": Column(users)})
         rows = rows.with_columns({"item_id": Column(candidates[:, 0])})
-        sampler = Given(candidates[numbers, 1:])
+        sampler = Given(candidates[:, 1:])
         negatives = candidates.shape[1] - 1
     loader = ChunkLoader(
-        rows.take(numbers),
+        rows,
         schema,
         config=LoaderConfig(batch_size=size, negatives=negatives, shuffle=False),
         items=items,
         negatives=sampler,
     )
-    *_, batch = loader
+    (batch,) = loader
     return batch

@@ -101,9 +101,5 @@ def test_dense_columns_of_any_number_type_stand_beside_each_candidate() -> None:
         }
     )
     items = Chunk({"item_id": Column(np.arange(9))})
-    batch = batch_of(
-        plain, rows, np.array([[1, 2], [3, 4]]), items=items, padded_rows=3
-    )
-    assert (
-        batch.dense.tolist() == [[3, 0.25, 1]] * 2 + [[4, 0.5, 0]] * 2 + [[0, 0, 0]] * 2
-    )
+    batch = batch_of(plain, rows, np.array([[1, 2], [3, 4]]), items=items)
+    assert batch.dense.tolist() == [[3, 0.25, 1]] * 2 + [[4, 0.5, 0]] * 2

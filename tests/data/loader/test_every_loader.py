@@ -45,9 +45,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -
         if name == "sessions":
             return sessions.loader_of(40, **place, **options)
         if "device" in name:
-            place["device"] = device
+            place["device"] = device.type
         options = {**CASES[name], **options}
-        return test_places.loader_of(source, rows, place=place, **options)
+        return test_places.loader_of(source, rows, **place, **options)
 
     return made
 

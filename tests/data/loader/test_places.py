@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no negatives": {"negatives": 0},
     "no negatives, users shared": {"negatives": 0, "shared": USERS},
     "labels": {"negatives": 0, "label": "weight"},
+    "tasks": {"tasks": ("weight",)},
     "popularity": {"kind": PopularityNegatives, "shared": USERS},
     "catalogue": {"negatives": 0, "catalogue": True},
     "dropout": {"rates": RATES},
@@ -57,7 +59,9 @@ def loader_of(
     kind: Any = UniformNegatives,
     rates: dict[str, float] | None = None,
     catalogue: bool = False,
-    place: dict[str, Any],
+    tasks: tuple[str, ...] = (),
+    rank: int = 0,
+    world_size: int = 1,
     **options: Any,
 ) -> Any:
     schema = schema_by(
@@ -66,6 +70,7 @@ def loader_of(
         shared=shared,
         label_range=None,
     )
+    schema = dataclasses.replace(schema, tasks=tasks)
     usual = {"batch_size": 8, "negatives": 2, "weight": "weight"}
     config = LoaderConfig(**{**usual, "read_ahead": 0, **options})
     users, items = (rows[name].values for name in ("user_id", "item_id"))
@@ -78,7 +83,8 @@ def loader_of(
         config=config,
         items=CATALOGUE,
         negatives=sampler,
-        **place,
+        rank=rank,
+        world_size=world_size,
     )
     return drop_ids(loader, schema, rates) if rates else loader
 
@@ -110,10 +116,10 @@ def test_memory_files_and_device_give_the_same_batches(
     if not shuffle:  # files have an order of their own
         sources.append((written(rows, tmp_path), place))
     if name != "catalogue":  # whose candidates are the host's
-        sources.append((rows, {**place, "device": device}))
+        sources.append((rows, {**place, "device": device.type}))
     epochs = []
     for source, at in sources:
-        loader = loader_of(source, rows, place=at, shuffle=shuffle, **CASES[name])
+        loader = loader_of(source, rows, shuffle=shuffle, **at, **CASES[name])
         loader.set_epoch(2)
         epochs.append(list(loader))
     memory, *others = epochs
@@ -124,3 +130,13 @@ def test_memory_files_and_device_give_the_same_batches(
         assert all(map(equal, memory, batches))
     if name != "catalogue":
         assert others[-1][0].labels.device.type == device.type
+
+
+@pytest.mark.parametrize("negatives", [0, 2])
+def test_a_positive_has_the_labels_of_all_tasks_and_a_drawn_item_none(
+    negatives: int,
+) -> None:
+    rows = rows_of(SIZE)
+    for batch in loader_of(rows, rows, negatives=negatives, tasks=("weight",)):
+        expected = batch.dense[:, 0] % 5 * batch.labels * (batch.weights > 0)
+        assert torch.equal(batch.targets[:, 0], expected)

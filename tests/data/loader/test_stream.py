@@ -413,47 +413,39 @@ def test_a_row_group_that_is_too_large_is_shuffled_in_small_parts_and_named(
 
 
 @pytest.mark.parametrize("setting", ["label", "weight"])
-@pytest.mark.parametrize("device", [None, torch.device("cpu")])
-def test_a_column_that_a_setting_names_and_nobody_has_is_told_with_the_setting(
-    folder: Path, setting: str, device: torch.device | None
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_column_that_a_setting_names_and_nobody_has_is_told(
+    folder: Path, setting: str, device: str | None
 ) -> None:
     source = parquet(folder, [20, 20])
     chunk = read_parquet([file.path for file in source.files])
-    config = LoaderConfig(batch_size=8, negatives=0, **{setting: "clicked"})  # type: ignore[arg-type]
+    named: Any = {setting: "clicked", "device": device}
+    config = LoaderConfig(batch_size=8, negatives=0, **named)
     for rows in (chunk, source):
-        with pytest.raises(
-            DataError, match=rf"^loader\.{setting}: .*column 'clicked' is missing"
-        ):
-            ChunkLoader(rows, schema_of(), config=config, device=device)
+        with pytest.raises(DataError, match="column 'clicked' is missing"):
+            ChunkLoader(rows, schema_of(), config=config)
 
 
-def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
-    state = loader_of(
-        parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=60
-    ).state_dict()
-    with pytest.raises(
-        ValueError,
-        match=r"cannot resume .*: row_groups was .*; put settings and files",
-    ):
-        loader_of(
-            parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=60
-        ).load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"cannot resume .*: buffer_rows was 60 and is 80; put"
-    ):
-        loader_of(
-            parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=80
-        ).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"lanes was 2 and is 1; put"):
-        loader_of(
-            parquet(folder / "a", [30, 30]), lanes=1, buffer_rows=60
-        ).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("sizes", "options", "was"),
+    [
+        ([20, 40], {}, "content was .*; put settings and files"),
+        ([30, 30], {"buffer_rows": 80}, "buffer_rows was 60 and is 80; put"),
+        ([30, 30], {"lanes": 1}, "lanes was 2 and is 1; put"),
+    ],
+)
+def test_a_state_of_other_files_or_lanes_is_refused(
+    folder: Path, sizes: list[int], options: dict[str, int], was: str
+) -> None:
+    usual = {"lanes": 2, "buffer_rows": 60}
+    state = loader_of(parquet(folder / "a", [30, 30]), **usual).state_dict()
+    other = loader_of(parquet(folder / "b", sizes), **usual | options)
+    with pytest.raises(ValueError, match=f"cannot resume .*{was}"):
+        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("make", ["files", "memory"])
-def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
-    folder: Path, make: str
-) -> None:
+def test_a_state_of_rewritten_rows_is_refused(folder: Path, make: str) -> None:
     """As many rows in groups of the same sizes, of which one label is another."""
 
     def loader() -> ChunkLoader:
@@ -489,12 +481,5 @@ def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
         match=r"cannot resume .*: content was .*; put settings and",
     ):
         loader().load_state_dict(state)
-    older = {
-        **state,
-        "stream": {
-            name: value for name, value in state["stream"].items() if name != "content"
-        },
-    }
-    loader().load_state_dict(older)
     file.write_bytes(kept)
     loader().load_state_dict(state)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.data.negatives.row_draws import RowDraws
 from torchrec_ext.data.negatives.samplers import (
+    Negatives,
     PopularityNegatives,
-    RejectionNegatives,
     UniformNegatives,
 )
 
@@ -151,7 +151,7 @@ def _further_pairs(known: Any) -> tuple[Ids, Ids]:
 
 def _sampler(
     law: Law, ids: Ids, columns: TensorColumns, users: Ids, items: Ids
-) -> RejectionNegatives:
+) -> Negatives:
     """Returns what draws the numbers 1 to I of the catalogue ``ids`` (I,), but no pair of users and items (P,)."""
     if not isinstance(law, Popular):
         return UniformNegatives(len(ids), users, items)

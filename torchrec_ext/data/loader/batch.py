@@ -217,17 +217,11 @@ def known_items(
     if not bad.any():
         return ids
     feature = schema.feature(name)
-    oov_id = 0
-    readers = ""
-    # Ids that no table reads are of items all the same: their features are looked up.
-    if feature is not None:
-        oov_id = feature.oov_id
-        readers = f" of table {feature.readers}"
+    oov_id = 0 if feature is None else feature.oov_id
     if schema.out_of_range == "oov":
         return np.where(bad, oov_id, ids)
     index = int(bad.argmax())
     raise DataError(
-        f"feature '{name}'{readers}: id {ids[index]} in row {row_numbers[index]} has no features (known items: 0 to "
-        f"{num_rows - 1}; {int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use "
-        f"item {oov_id}"
+        f"row {row_numbers[index]}, column '{name}': id {ids[index]} has no features (known: 0 to {num_rows - 1}; "
+        f"{int(bad.sum())} such ids); fix the data, or set out_of_range='oov' for item {oov_id}"
     )

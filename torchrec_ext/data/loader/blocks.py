@@ -113,13 +113,9 @@ class BlockLayout:
         """Names of the columns of ids."""
         return list(self.features)
 
-    def require(self, source: ParquetSource, config: LoaderConfig) -> None:
+    def require(self, source: ParquetSource) -> None:
         """Refuses a source with a missing column or a column of another kind."""
-        for name in self.floats:
-            try:
-                source.require({name: NUMBER_KINDS})
-            except DataError as error:
-                raise DataError(f"{config.setting_of(name)}{error}") from None
+        source.require(dict.fromkeys(self.floats, NUMBER_KINDS))
         source.require(
             {
                 name: ID_KINDS if feature else SCALAR
@@ -183,12 +179,9 @@ class BlockLayout:
         low, high = self.bounds[name]
         if not low <= float(floats.min()) <= float(floats.max()) <= high:
             row = int(((floats < low) | (floats > high)).argmax())
-            if math.isinf(high):
-                limits = f"{low:g} or more"
-            else:
-                limits = f"from {low:g} to {high:g}; for other labels make the schema with label_range=None"
             raise DataError(
-                f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]:g} must be {limits}"
+                f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]:g} must be from {low:g} "
+                f"to {high:g}; for other labels make the schema with label_range=None"
             )
         return floats
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchrec_ext.schema.validation import DataError, check_choice, check_least, listed
+from torchrec_ext.schema.validation import check_choice, check_least
 
 Sampling = Literal["uniform", "popularity"]
 _LEAST = {
@@ -44,8 +43,9 @@ class LoaderConfig:
             groups, some of them so large, are held and shuffled whole by every rank, if all their columns have at most
             2**26 values, a list counting as one; else they are read in parts of 8,192 rows from as many places as the
             buffer holds. The order of the rows depends on it.
-        device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see
-            :class:`ChunkLoader`. A captured step then makes its batches itself.
+        device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, for a set that fits; gather and draw
+            there, in the order of rows in memory and with the same draws. A captured step then makes its
+            batches itself.
         read_ahead: parts of the buffer (``buffer_rows / lanes`` rows of files) read and shuffled ahead, by as many
             threads; 0 reads in the thread that builds the batches.
     """
@@ -96,29 +96,6 @@ class LoaderConfig:
         if self.drop_last:
             return num_rows // self.batch_size
         return -(-num_rows // self.batch_size)
-
-    def check_columns(self, names: Iterable[str], rows: Collection[str]) -> None:
-        """Refuses rows without one of the columns ``names``.
-
-        Raises:
-            DataError: a column is missing.
-        """
-        for name in names:
-            if name not in rows:
-                raise DataError(
-                    f"{self.setting_of(name)}column '{name}' is missing; the rows have {listed(sorted(rows))}"
-                )
-
-    def setting_of(self, column: str) -> str:
-        """Returns the setting that names a column, for the message about it, such as ``"loader.weight: "``.
-
-        Empty for a column of the schema: it is looked for in the files, and not in a setting.
-        """
-        if column == self.label:
-            return "loader.label: "
-        if column == self.weight:
-            return "loader.weight: "
-        return ""
 
     def _check_sampling(self) -> None:
         if self.sampling == "popularity" and not self.negatives:

@@ -69,7 +69,6 @@ class EventLoader:
         negatives: items drawn for each event from the others of its batch; 0 for events with labels, or for a softmax
             over the batch.
         seed: seed of the negatives.
-        log_q: whether a batch says how likely each candidate was drawn.
         stop: whether the run is to end; events that fill no batch are then left to the next run.
         waiting: called between two looks at a log without new events; it may be replaced.
 
@@ -88,7 +87,6 @@ class EventLoader:
         batch_size: int,
         negatives: int = 0,
         seed: int = 0,
-        log_q: bool = False,
         stop: Callable[[], bool] = lambda: False,
         waiting: Callable[[], None] = lambda: None,
     ) -> None:
@@ -98,7 +96,6 @@ class EventLoader:
         self._batch_size = batch_size
         self._negatives = negatives
         self._seed = seed
-        self._log_q = log_q
         self._stop = stop
         self.waiting = waiting
         self.events = 0
@@ -179,7 +176,7 @@ class EventLoader:
             shared=RowColumns({USER: Jagged(users)}, {}),
             index=places,
             shared_size=count,
-            log_q=torch.from_numpy(rows.log_q.reshape(-1)) if self._log_q else None,
+            log_q=torch.from_numpy(rows.log_q.reshape(-1)),
         )
 
     def set_epoch(self, epoch: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -198,7 +197,7 @@ class StreamedRows:
             seed=config.seed,
             places=share.world_size if own_lane else None,
         )
-        layout.require(source, config)
+        layout.require(source)
         self.num_rows = self._plan.num_rows
         self._source = source
         self._schema = schema
@@ -219,12 +218,7 @@ class StreamedRows:
     def fingerprint(self) -> dict[str, Any]:
         """Returns the sizes of the source behind the order of rows; the loader's settings come on top."""
         plan = self._plan
-        # Little-endian, so that a position that was saved on one machine is one on any
-        # other.
-        counts = hashlib.sha256(
-            np.array(plan.group_rows, dtype="<i8").tobytes()
-        ).hexdigest()[:16]
-        sizes: dict[str, Any] = {"rows": plan.num_rows, "row_groups": counts}
+        sizes: dict[str, Any] = {"rows": plan.num_rows}
         # Without a shuffle the rows have one order, whatever the buffer.
         if plan.shuffle:
             sizes |= {"lanes": plan.usual_lanes, "buffer_rows": plan.buffer_rows}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 
@@ -69,7 +67,6 @@ def drop_ids(
 
     def dropped(bags: Mapping[str, Jagged], numbers: RowNumbers) -> dict[str, Jagged]:
         replaced = {}
-        key = stream(seed, loader.epoch)
         for name, oov_id in rows_of_unknown.items():
             values, lengths = bags[name]
             rows = numbers.shared if name in schema.shared else numbers.rows
@@ -77,7 +74,8 @@ def drop_ids(
                 rows = rows.repeat_interleave(lengths, output_size=len(values))
             # A stream for each feature, so that one is dropped whether or not another
             # is.
-            drawn = device_uniform(stream(key, _salt(name)), rows, values)
+            key = stream(seed, loader.epoch, *name.encode())
+            drawn = device_uniform(key, rows, values)
             replaced[name] = bags[name]._replace(
                 values=torch.where(drawn < rates[name], oov_id, values)
             )
@@ -85,14 +83,3 @@ def drop_ids(
 
     loader.hook.replace = dropped
     return loader
-
-
-@lru_cache
-def _salt(name: str) -> int:
-    """Returns an odd number within int64 for the name of a feature."""
-    # Odd, so that a product with it modulo 2^64 loses no bit. Python's own hash of a
-    # text differs from run to run.
-    return (
-        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-        | 1
-    )

@@ -17,12 +17,19 @@ import torch
 import torch.distributed as dist
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk, Column, sample_digest, with_elements
+from torchrec_ext.data.columns import (
+    Chunk,
+    Column,
+    concatenate_rows,
+    sample_digest,
+    with_elements,
+)
 from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
 from torchrec_ext.data.loader.from_files import StreamedRows
-from torchrec_ext.data.loader.on_device import DeviceCandidates, TowerRows, read_all
+from torchrec_ext.data.loader.on_device import DeviceCandidates, TowerRows
 from torchrec_ext.data.loader.prefetch import prefetched
 from torchrec_ext.data.loader.shared import (
     ITEM,
@@ -72,30 +79,24 @@ def _check(
     sampler: Sampler | None,
     schema: BatchSchema,
     items: Chunk | None,
-    device: torch.device | str | None,
 ) -> None:
     """Refuses a sampler that does not fit the settings.
 
     Raises:
         ValueError: it is missing, or its batches would be others.
     """
-    has_items = items is not None
     in_shared = sorted({*schema.shared} & {*(items or ())})
     if in_shared:
         raise ValueError(
             f"shared={listed(in_shared)}: each candidate has columns of its own; share the user's columns alone"
         )
     if isinstance(sampler, CatalogueCandidates):
-        if not has_items:
+        if config.negatives or config.device:
             raise ValueError(
-                "CatalogueCandidates without items: their features are looked up there; pass items="
-            )
-        if config.negatives or device:
-            raise ValueError(
-                f"loader.negatives={config.negatives}, loader.device={str(device)!r} with a loss over the catalogue: "
+                f"loader.negatives={config.negatives}, loader.device={config.device!r} with a loss over the catalogue: "
                 "set negatives=0, leave device out"
             )
-    elif config.negatives and (sampler is None or not has_items):
+    elif config.negatives and (sampler is None or items is None):
         raise ValueError(
             f"loader.negatives={config.negatives} without negatives= and items=: pass a sampler and the items' "
             "features, or set it to 0"
@@ -113,7 +114,6 @@ def batches_of(
     items: Chunk | None,
     sampler: Sampler | None,
     share: Share,
-    device: torch.device | None,
     *,
     in_order: bool,
 ) -> Batches:
@@ -124,12 +124,12 @@ def batches_of(
     Raises:
         ValueError: the settings ask a device for what only the host can do.
     """
-    place = device or torch.device("cpu")
+    place = torch.device(config.device or "cpu")
     shared: SharedCandidates | None = None
     ids: tuple[str, ...] = ()
     own: Negatives | None = None
     if isinstance(sampler, CatalogueCandidates):
-        assert items is not None, "checked by ChunkLoader"
+        assert items is not None, "CatalogueCandidates without items="
         table = item_table(schema, items, place)
         shared = SharedCandidates(schema, config, table, sampler.items, share)
         ids = shared.ids
@@ -138,9 +138,12 @@ def batches_of(
         ids = ("user_id", "item_id") if config.negatives else ("item_id",)
     without = [name for name in items or () if name not in ids]
     if not isinstance(chunk, Chunk):
-        if shared is not None or (items is None and device is None):
+        if shared is not None or (items is None and not config.device):
             return StreamedRows(chunk, schema, config, without, shared, share, in_order)
-        chunk = read_all(chunk, schema, config, ids, without)
+        layout = BlockLayout.of(schema, config, ids, without)
+        layout.require(chunk)
+        groups = [chunk.read(group, layout.names) for group in chunk.groups]
+        chunk = concatenate_rows(groups, layout.names)
     candidates: DeviceCandidates | SharedCandidates | None = shared
     if shared is None and items is not None:
         candidates = DeviceCandidates(
@@ -154,7 +157,7 @@ def batches_of(
         share,
         place,
         without=without,
-        ahead=device is None,
+        ahead=config.device is None,
     )
 
 
@@ -164,19 +167,13 @@ def sessions_of(
     config: LoaderConfig,
     num_items: int,
     share: Share,
-    device: torch.device | None,
 ) -> TowerRows:
     """Builds the batches of sessions, a ragged column ``session`` of 2 or more items.
 
     Raises:
-        ValueError: the settings ask for columns or draws that sessions do not have.
+        ValueError: the settings ask for draws that sessions do not have.
         DataError: a session without a target.
     """
-    for name in ("label", "weight"):
-        if getattr(config, name):
-            raise ValueError(
-                f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out"
-            )
     if config.sampling != "uniform":
         raise ValueError(
             f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn "
@@ -196,10 +193,10 @@ def sessions_of(
         dataclasses.replace(config, negatives=0),
         SessionCandidates(schema, config, num_items, share),
         share,
-        device or torch.device("cpu"),
+        torch.device(config.device or "cpu"),
         without=[ITEM],
         total="targets",
-        ahead=device is None,
+        ahead=config.device is None,
     )
 
 
@@ -237,9 +234,6 @@ class ChunkLoader:
             its position.
         rank: r.
         world_size: R.
-        device: device that holds all rows and items as tensors, for a set that fits; gathers and draws are made there,
-            in the order of rows in memory and with the same draws (uniform and by popularity); ``config.device`` by
-            default.
         in_order: whether, with ``shuffle=False`` and a source, each step has the next rows of the files, for which a
             rank decodes most blocks; False gives each rank a part of the files, so that one rank decodes each row, for
             figures that do not depend on the order.
@@ -268,22 +262,17 @@ class ChunkLoader:
         negatives: Sampler | None = None,
         rank: int = 0,
         world_size: int = 1,
-        device: torch.device | str | None = None,
         in_order: bool = True,
         sessions: int | None = None,
     ) -> None:
         share = Share(rank=rank, world_size=world_size)
-        device = device or config.device
         if sessions is None:
-            _check(config, negatives, schema, items, device)
+            _check(config, negatives, schema, items)
         self.sessions = sessions
         # Of files an array column becomes columns of one number where a row group is
         # read.
         if isinstance(chunk, Chunk):
             chunk = with_elements(chunk, schema.dense)
-            rows = chunk.num_rows
-        else:
-            rows = sum(group.rows for group in chunk.groups)
         self._chunk = chunk
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if config.shuffle and world_size == 1 < ranks:
@@ -292,7 +281,7 @@ class ChunkLoader:
                 "shuffle=False where each shall see all",
                 stacklevel=2,
             )
-        names = chunk if isinstance(chunk, Chunk) else getattr(chunk, "columns", ())
+        names = chunk if isinstance(chunk, Chunk) else chunk.columns
         # A loss that compares rows reads no labels.
         unread = not (config.negatives or config.label) and schema.label_range
         if unread and sessions is None and "label" in names:
@@ -306,9 +295,8 @@ class ChunkLoader:
             items = with_elements(items, schema.dense)
         # Padding up to a batch that no epoch fills would cost its time and memory.
         fitting_config = dataclasses.replace(
-            config, batch_size=min(config.batch_size, max(rows, 1))
+            config, batch_size=min(config.batch_size, max(chunk.num_rows, 1))
         )
-        place = None if device is None else torch.device(device)
         self._rows: Batches
         if sessions is None:
             self._rows = batches_of(
@@ -318,14 +306,11 @@ class ChunkLoader:
                 items,
                 negatives,
                 share,
-                place,
                 in_order=in_order,
             )
         else:
             assert isinstance(chunk, Chunk), "sessions are in memory"
-            self._rows = sessions_of(
-                chunk, schema, fitting_config, sessions, share, place
-            )
+            self._rows = sessions_of(chunk, schema, fitting_config, sessions, share)
         self.config = config
         self.num_samples = self._rows.num_rows
         on_gpu = torch.cuda.is_available() and not _is_cpu_rank()
@@ -337,10 +322,7 @@ class ChunkLoader:
         if self._rows.ahead and on_gpu:
             self.depth = _AHEAD_ON_GPU
             self._pin = True
-        self.epoch = 0
-        self._step = 0
-        self._start = 0
-        self._is_over = False
+        self._go_to(0, 0)
         if not len(self):
             raise DataError(
                 f"{self.num_samples} rows with loader.batch_size={config.batch_size} and "
@@ -494,7 +476,6 @@ def training_loader(
     *,
     rank: int = 0,
     world_size: int = 1,
-    device: torch.device | str | None = None,
 ) -> ChunkLoader:
     """Builds the loader of the training rows, with the negatives of ``config``; see :class:`ChunkLoader`."""
     if data.form == "sessions":
@@ -506,7 +487,6 @@ def training_loader(
             config=config,
             rank=rank,
             world_size=world_size,
-            device=device,
             sessions=data.drawable(),
         )
     items = None
@@ -522,5 +502,4 @@ def training_loader(
         negatives=everything or training_negatives(data, config),
         rank=rank,
         world_size=world_size,
-        device=device,
     )

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
-from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.columns import Array, Chunk, Int64
 from torchrec_ext.data.loader.batch import (
     Answers,
     RowColumns,
@@ -196,7 +195,6 @@ class TowerRows(ResidentRows):
         layout = BlockLayout.of(schema, config, ids, without)
         if total:
             layout = dataclasses.replace(layout, floats=(*layout.floats, total))
-        config.check_columns(layout.names, rows)
         table = table_of(layout, rows, "the rows in memory", device)
         self._tables = _Tables(table, draws.table if draws else None)
         tables = self._tables.present
@@ -298,7 +296,7 @@ class TowerRows(ResidentRows):
     ) -> TowerBatch:
         """Builds the batch of ``rows`` (B,) and their candidates, one row's after another's.
 
-        ``candidates`` are the tensors of :meth:`DeviceCandidates.draw`, ``totals`` those of :meth:`DeviceTable.bags`.
+        ``candidates`` are the tensors of :meth:`DeviceCandidates.draw`, ``totals`` those of a :class:`DeviceTable`.
         """
         schema = self._schema
         width = self._width
@@ -379,32 +377,3 @@ class TowerRows(ResidentRows):
         # In float64 up to the end, since a GPU divides a float32 by multiplying with
         # the rounded reciprocal.
         return ((weights.double().sum() * width / ranks).float(),)
-
-
-def read_all(
-    source: ParquetSource,
-    schema: BatchSchema,
-    config: LoaderConfig,
-    ids: Sequence[str],
-    without: Sequence[str],
-) -> Chunk:
-    """Reads all rows of a source into memory.
-
-    Args:
-        source: files with the rows.
-        schema: the columns to read, and their checks.
-        config: settings that name the label and the weight.
-        ids: further columns with one id per row.
-        without: columns of the schema that the source need not have.
-    """
-    layout = BlockLayout.of(schema, config, ids, without)
-    layout.require(source, config)
-    chunks = []
-    for group in source.groups:
-        columns, floats = layout.checked(group, source.read(group, layout.names))
-        for name, values in floats.items():
-            # A column that is both an id and a label stays an id, whose integers are
-            # exact.
-            columns.setdefault(name, Column(values))
-        chunks.append(columns)
-    return concatenate_rows(chunks, chunks[0])

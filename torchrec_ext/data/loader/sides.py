@@ -46,7 +46,6 @@ class BatchBuilder:
     def user_batch(self, users: Chunk) -> TowerBatch:
         """Builds B rows with the user's features alone."""
         users = with_elements(users, self.schema.dense)
-        LoaderConfig().check_columns(self._layout.names, users)
         table = table_of(self._layout, users, "the rows", torch.device("cpu"))
         return self._batch(table.columns(torch.arange(users.num_rows)), users.num_rows)
 

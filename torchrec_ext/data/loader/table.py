@@ -19,7 +19,8 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.files.arrow import RowGroup
 from torchrec_ext.data.loader.batch import RowColumns, as_tensor
 from torchrec_ext.data.loader.blocks import BlockLayout
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema.validation import listed
 
 
 class _Ragged(NamedTuple):
@@ -104,19 +105,23 @@ class DeviceTable:
             return rows * int(lengths.max(initial=0))
         return int(np.sort(lengths)[::-1][:rows].sum())
 
-    def bags(
-        self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]
-    ) -> dict[str, Jagged]:
-        """Gathers the bags of ``rows`` in the columns ``names``, without columns of other tables.
+    def columns(
+        self,
+        rows: Tensor,
+        totals: Mapping[str, int] | None = None,
+        names: Iterable[str] | None = None,
+    ) -> RowColumns:
+        """Gathers ``rows`` (B,): the bags of the columns ``names``, without columns of other tables, and all numbers.
 
         Args:
             rows: (B,) rows to gather.
-            names: names of columns.
             totals: number of ids that the bags of each ragged column hold together; without it they are counted, for
                 which a GPU is waited for.
+            names: names of columns; all by default.
         """
+        totals = totals or {}
         bags = {}
-        wanted = list(names)
+        wanted = list(names if names is not None else (*self._scalar, *self._ragged))
         if not self._scalar.keys().isdisjoint(wanted):
             # A row's ids lie side by side, so that it is one read; a feature's ids have
             # to follow one another.
@@ -132,24 +137,11 @@ class DeviceTable:
                     if room is None
                     else _gather_in_room(column, rows, room)
                 )
-        return bags
-
-    def columns(
-        self,
-        rows: Tensor,
-        totals: Mapping[str, int] | None = None,
-        names: Iterable[str] | None = None,
-    ) -> RowColumns:
-        """Gathers ``rows`` (B,): the bags of the columns ``names``, all by default, and all numbers.
-
-        ``totals`` is that of :meth:`bags`.
-        """
-        wanted = [*self._scalar, *self._ragged] if names is None else names
         numbers = {}
         if self._float:
-            matrix = self._numbers.index_select(0, rows)
-            numbers = {name: matrix[:, place] for name, place in self._float.items()}
-        return RowColumns(self.bags(rows, wanted, totals or {}), numbers)
+            of_rows = self._numbers.index_select(0, rows)
+            numbers = {name: of_rows[:, place] for name, place in self._float.items()}
+        return RowColumns(bags, numbers)
 
     def number(self, name: str, rows: Tensor) -> Tensor:
         """Returns (B,) float32 one column of numbers in ``rows`` (B,)."""
@@ -193,7 +185,16 @@ def _gather_in_room(column: _Ragged, rows: Tensor, room: int) -> Jagged:
 def table_of(
     layout: BlockLayout, rows: Chunk, where: str, device: torch.device
 ) -> DeviceTable:
-    """Returns the columns of a layout as a table, checked; ``where`` names the rows in messages."""
+    """Returns the columns of a layout as a table, checked; ``where`` names the rows in messages.
+
+    Raises:
+        DataError: a column is missing, or a value is none that it may have.
+    """
+    for name in layout.names:
+        if name not in rows:
+            raise DataError(
+                f"{where}: column '{name}' is missing; there are {listed(sorted(rows))}"
+            )
     group = RowGroup(name=where, file=0, number=0, rows=rows.num_rows)
     return DeviceTable(*layout.checked(group, rows), rows.num_rows, device)
 

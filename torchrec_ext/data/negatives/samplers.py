@@ -7,7 +7,7 @@ ranks, and a resumed run draws the same as an uninterrupted one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -27,29 +27,7 @@ class NegativeSample(NamedTuple):
     log_q: Float32
 
 
-class Negatives(Protocol):
-    """A sampler of negatives for each positive, as a loader needs it."""
-
-    def draw(
-        self, users: Int64, positions: Int64, epoch: int, n: int
-    ) -> NegativeSample:
-        """Draws N = ``n`` items for each of B rows, with replacement, never item 0 nor a known item of the row's user.
-
-        Args:
-            users: (B,) ids.
-            positions: (B,) number of each row in the whole set.
-            epoch: epoch of the training, from 0.
-            n: N, the number of draws per row.
-
-        Raises:
-            DataError: a user has taken every item.
-        """
-
-    def log_q(self, users: Int64, items: Int64) -> Float32:
-        """Returns (B,) the log-probability of drawing ``items`` (B,) if the users had not taken them: for positives."""
-
-
-class RejectionNegatives(ABC):
+class Negatives(ABC):
     """Draws from a distribution p over all items, again if the user has taken the item.
 
     P_u is the sum of p over the user's known items. Whatever is drawn after a rejection follows q = p / (1 - P_u), so
@@ -75,7 +53,7 @@ class RejectionNegatives(ABC):
 
     @abstractmethod
     def log_q(self, users: Int64, items: Int64) -> Float32:
-        """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
+        """Returns the log-probability of drawing ``items`` if the ``users`` had not taken them; both broadcast."""
 
     @abstractmethod
     def propose(self, numbers: Float64) -> Int64:
@@ -88,7 +66,17 @@ class RejectionNegatives(ABC):
     def draw(
         self, users: Int64, positions: Int64, epoch: int, n: int
     ) -> NegativeSample:
-        """See :meth:`Negatives.draw`."""
+        """Draws N = ``n`` items for each of B rows, with replacement, never item 0 nor a known item of the row's user.
+
+        Args:
+            users: (B,) ids.
+            positions: (B,) number of each row in the whole set.
+            epoch: epoch of the training, from 0.
+            n: N, the number of draws per row.
+
+        Raises:
+            DataError: a user has taken every item.
+        """
         # Raises if a user has taken every item.
         self.known.free(users)
         ids = self.propose(
@@ -114,7 +102,7 @@ class RejectionNegatives(ABC):
         return NegativeSample(ids, self.log_q(users[:, None], ids))
 
 
-class UniformNegatives(RejectionNegatives):
+class UniformNegatives(Negatives):
     """Draws uniformly among the items not taken by the user: q = 1 / (num_items - taken).
 
     Args:
@@ -140,11 +128,11 @@ class UniformNegatives(RejectionNegatives):
         return log_q
 
     def propose(self, numbers: Float64) -> Int64:
-        """See :meth:`RejectionNegatives.propose`."""
+        """See :meth:`Negatives.propose`."""
         return (numbers * self.known.num_items).astype(np.int64) + 1
 
     def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
-        """See :meth:`RejectionNegatives.draw_untaken`."""
+        """See :meth:`Negatives.draw_untaken`."""
         free = self.known.free(users)
         # Rounding can make a number below 1, times the count, the count itself.
         return self.known.nth_free(
@@ -152,7 +140,7 @@ class UniformNegatives(RejectionNegatives):
         )
 
 
-class PopularityNegatives(RejectionNegatives):
+class PopularityNegatives(Negatives):
     """Draws items in proportion to (count + smoothing) ** exponent, among those not taken by the user.
 
     Probabilities are whole numbers over their sum, so that the sum over the items that a user has not taken is exact.
@@ -212,11 +200,11 @@ class PopularityNegatives(RejectionNegatives):
         return log_q
 
     def propose(self, numbers: Float64) -> Int64:
-        """See :meth:`RejectionNegatives.propose`."""
+        """See :meth:`Negatives.propose`."""
         return _by_sums(self._sums, numbers)
 
     def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
-        """See :meth:`RejectionNegatives.draw_untaken`."""
+        """See :meth:`Negatives.draw_untaken`."""
         drawn = np.empty(len(users), np.int64)
         for user in np.unique(users):
             rows = users == user
