@@ -10,6 +10,7 @@ untraceable(): Dynamo's errors in plain words, with the user's line.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from torchrec_ext.adopt.checks import device_of
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.reads import WRITES, the_ids, the_loss
+from torchrec_ext.adopt.reads import the_ids, the_loss
 from torchrec_ext.capture.compiled import SKIPPED, real_inputs
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import depends_on_values
@@ -36,6 +37,7 @@ LossFunction = Callable[..., Any]
 
 GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
 _NUMBERS = itertools.count()
+_WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
 
 
 class OtherMemory(CannotCaptureError):  # noqa: N818 - no error: the step is traced again with another memory
@@ -342,7 +344,7 @@ class StepGraph:
             # Methods such as add_ write in place; names of placeholders may end like
             # that too.
             if node.op != "placeholder" and (
-                node.target in WRITES or str(node.target).endswith("_")
+                node.target in _WRITES or str(node.target).endswith("_")
             ):
                 refused.add(node)
         return bool(refused.intersection(nodes))

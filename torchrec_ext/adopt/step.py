@@ -482,10 +482,9 @@ class StepWatch:
 
     def _observed(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         args = batch.batch()
-        repeats = {}
+        repeats = []
         if batch.source is not None:
-            for leaf, count in batch.source.repeats(args, len(batch.tensors[0])):
-                repeats[id(leaf)] = count
+            repeats = batch.source.repeats(args, len(batch.tensors[0]))
         watch = ForwardWatch(self._user_step.model, args, repeats)
         # Of these very tensors: the watch knows them by their ids.
         step = dataclasses.replace(batch, batch=lambda: args)
