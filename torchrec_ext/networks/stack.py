@@ -198,21 +198,14 @@ class Stack:
         """Goes on from a state of a stack of the same networks and optimizer.
 
         Raises:
-            ValueError: it is of another stack, or has a rate that is none; nothing was written.
+            ValueError: it is of another stack; nothing was written.
         """
         own = dict(self._tensors())
-        for name in [*own, *state]:
-            here, there = (
-                str(tuple(each[name].shape)) if name in each else "not there"
-                for each in (own, state)
+        here, there = ({k: each.shape for k, each in of.items()} for of in (own, state))
+        if here != there:
+            raise ValueError(
+                "this is a state of another stack: give one of the same networks and optimizer"
             )
-            if here != there:
-                raise ValueError(
-                    f"'{name}' is {there} in the state and {here} in the stack: give a state of the same networks "
-                    "and optimizer"
-                )
-        for name in ("rates", "factor"):
-            _rates(name, state[name], own[name].shape)
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
@@ -287,13 +280,9 @@ class Stack:
                     "networks in one nn.ModuleList, by adopt"
                 )
                 raise ValueError(line(name, rest))
-        found = difference(before, form(self._member.network))
-        if found is not None:
-            path, first, after = found
-            rest = (
-                f" is written by forward, {first} before and {after} after: make it in __init__, return it, or give it "
-                "to the step"
-            )
+        path = difference(before, form(self._member.network))
+        if path:
+            rest = " is written by forward: make it in __init__, return it, or give it to the step"
             raise ValueError(line(path, rest))
 
     def _made(self) -> Callable[..., Any]:
@@ -423,7 +412,11 @@ def _without_values(module: nn.Module) -> nn.Module:
 
 def _rates(name: str, rates: Any, shape: Sequence[int]) -> Tensor:
     """Returns rates, or the factor of all, as a tensor of a shape."""
-    numbers = torch.as_tensor(rates, dtype=torch.float32)
+    try:
+        numbers = torch.as_tensor(rates, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        # Refused below.
+        numbers = torch.full(tuple(shape), torch.nan)
     if numbers.shape != shape or not ((numbers >= 0) & numbers.isfinite()).all():
         raise ValueError(
             f"{name}={rates!r:.60}: must be a finite number of 0 or more for each of the shape {tuple(shape)}"
