@@ -75,7 +75,7 @@ def test_batches_made_inside_of_a_step_train_as_those_of_a_loader_and_equal_ids_
     assert losses_of(captured.step, captured.rows, 3) == pytest.approx(losses, abs=1e-5)
     torch.testing.assert_close(captured.weights(), eager.weights(), rtol=0, atol=2e-3)
     assert "moved row by row: user.weight" in captured.step.describe()
-    seen = captured.step._captures.seen.look_ups
+    seen = captured.step._captures.look_ups
     assert seen[id(captured.model.user.weight)] == B
     assert seen[id(captured.model.item.weight)] == 3 * B
 

@@ -227,11 +227,11 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "padding": (
         nn.EmbeddingBag(8, D, padding_idx=0),
-        "table 'user' has padding_idx=0, .* take nn.Embedding",
+        "table 'user' has padding_idx=0; take nn.Embedding",
     ),
     "norm": (
         nn.Embedding(8, D, max_norm=1.0),
-        "table 'user' has max_norm=1.0, .* normalise the rows",
+        "table 'user' has max_norm=1, .* limit the rows",
     ),
     "frequency": (
         nn.Embedding(8, D, scale_grad_by_freq=True),
@@ -239,15 +239,15 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "max": (
         nn.EmbeddingBag(8, D, mode="max"),
-        "table 'user' has mode='max', .* take nn.Embedding and",
+        "table 'user' has mode='max'; take .* nn.Embedding and",
     ),
     "frozen": (
         nn.Embedding.from_pretrained(torch.zeros(8, D)),
-        "table 'user' has a frozen weight, .* make it a buffer of a module of your own",
+        "table 'user' has a frozen weight; make it a buffer of a module of your own",
     ),
     "half": (
         nn.Embedding(8, D).half(),
-        r"table 'user' has a torch.float16 weight, .* call float\(\)",
+        r"table 'user' has a torch.float16 weight; call float\(\)",
     ),
     "own forward": (OfItsOwn(8, D), "table 'user' has a forward of its own"),
     "tied": (tied(), "table 'user.other' shares its weight with another: look both up"),

@@ -23,6 +23,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_ext.adopt.checks import fault_of_module
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.distributed.tables import GivenRows
 from torchrec_ext.observe.user_lines import user_line
@@ -207,50 +208,18 @@ def adopt_tables(model: nn.Module, *, without: Collection[str] = ()) -> nn.Modul
 
 
 def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
-    own_forward = type(table).forward not in (
-        nn.Embedding.forward,
-        nn.EmbeddingBag.forward,
-    )
-    refused = [
-        (
-            isinstance(table, nn.EmbeddingBag) and table.padding_idx is not None,
-            f"padding_idx={table.padding_idx}",
-            "take nn.Embedding, and pool its rows in forward",
-        ),
-        (
-            table.max_norm is not None,
-            f"max_norm={table.max_norm}",
-            "normalise the rows in forward",
-        ),
-        (table.scale_grad_by_freq, "scale_grad_by_freq=True", "leave it out"),
-        (
-            getattr(table, "mode", "") == "max",
-            "mode='max'",
-            "take nn.Embedding and amax in forward",
-        ),
-        (
-            not table.weight.requires_grad,
-            "a frozen weight",
-            "make it a buffer of a module of your own",
-        ),
-        (
-            table.weight.dtype != torch.float32,
-            f"a {table.weight.dtype} weight",
-            "call float() first",
-        ),
-        (
-            own_forward,
-            "a forward of its own",
-            "put what it does beside the look-up into another module",
-        ),
-        (
-            table._forward_hooks or table._forward_pre_hooks,
-            "hooks",
-            "put them on another module",
-        ),
-    ]
-    for is_refused, what, remedy in refused:
-        if is_refused:
-            raise CannotAdopt(
-                f"table '{path}' has {what}, which TorchRec's collections do not have: {remedy}"
-            )
+    # As adopt() refuses it.
+    fault = fault_of_module(table)
+    forwards = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    if isinstance(table, nn.EmbeddingBag) and table.padding_idx is not None:
+        fault = f"has padding_idx={table.padding_idx}; take nn.Embedding, and pool its rows in forward"
+    elif not table.weight.requires_grad:
+        fault = "has a frozen weight; make it a buffer of a module of your own"
+    elif table.weight.dtype != torch.float32:
+        fault = f"has a {table.weight.dtype} weight; call float() first"
+    elif type(table).forward not in forwards:
+        fault = "has a forward of its own; put what it does beside the look-up into another module"
+    elif table._forward_hooks or table._forward_pre_hooks:
+        fault = "has hooks; put them on another module"
+    if fault:
+        raise CannotAdopt(f"table '{path}' {fault}")
