@@ -464,6 +464,11 @@ def writes(how: str) -> None:
     steps(lambda network, x: network(x).mean(), Writes(how), Writes(how))
 
 
+def loads(name: str, value: Any) -> None:
+    stacked = makes([0.1, 0.1])
+    stacked.load_state_dict({**stacked.state_dict(), name: value})
+
+
 def makes(rates: Any, optimizer: Any = torch.optim.SGD, **settings: Any) -> Stack:
     networks = [NCF(0), NCF(1)]
     return Stack(networks, loss, rates, optimizer, compile=False, **settings)
@@ -484,6 +489,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "text": (lambda: makes("ab"), r"rates='ab': must be a finite"),
     "a factor": (lambda: makes([0.1, 0.1]).schedule(-1), "factor=-1: must be a finite"),
+    "a rate of NaN": (
+        lambda: loads("rates", torch.tensor([0.1, torch.nan])),
+        "rates=tensor.*: must be a finite",
+    ),
     "momentum": (
         lambda: makes([0.1, 0.1], momentum=0.9),
         r"SGD with momentum=0\.9 has no captured form",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +100,7 @@ def adopt(
             )
     if not optimizers:
         raise CannotAdopt("optimizer=[]: give a torch.optim.Optimizer or several")
-    is_number = isinstance(clip_norm, int | float)
+    is_number = isinstance(clip_norm, numbers.Real)
     if not is_number or not 0 <= clip_norm < math.inf:
         raise CannotAdopt(f"clip_norm={clip_norm!r}: must be a number of 0 or more")
     # torch.autocast is a context, and called it is a decorator.

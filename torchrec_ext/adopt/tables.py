@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.adopt.checks import fault_of_module
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.graph import bad_id
 from torchrec_ext.distributed.tables import GivenRows
 from torchrec_ext.observe.user_lines import user_line
 from torchrec_ext.schema.validation import listed
@@ -120,12 +121,8 @@ class ShardableTable(nn.Module):
         # Refuse an id outside of the table, as nn.Embedding does; TorchRec's kernels read row 0 in its place.
         if ids.is_cuda:
             torch._assert_async(((ids >= 0) & (ids < self._rows)).all())
-        elif ids.numel():
-            least, most = torch.aminmax(ids)
-            if int(least) < 0 or int(most) >= self._rows:
-                raise IndexError(
-                    f"table '{self._name}': ids from {int(least)} to {int(most)}, must be 0 to {self._rows - 1}"
-                )
+        elif bad := bad_id(ids, self._rows, self._name):
+            raise IndexError(bad)
         bags, length = (
             (ids.shape[0], ids.shape[1]) if self._is_bag else (ids.numel(), 1)
         )

@@ -66,7 +66,8 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
     lines: Sequence[LineFacts] = ()
     sampled_s = 0.0
     tables: list[tuple[Any, Any]] = []
-    moved = _parameters_of(state.optimizers)
+    parameters = optimized_parameters(state.optimizers)
+    moved = {id(each) for each in parameters if each.requires_grad}
 
     def changes() -> Iterator[Variant]:
         nonlocal busy
@@ -209,8 +210,3 @@ def _facts_of_worker(loop: TrainingLoop) -> dict[str, Any]:
         "worker_sleep_s": asleep,
         "worker_lines": _longest_lines(samples, count, Counted()),
     }
-
-
-def _parameters_of(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Returns the ids of the parameters that optimizers move."""
-    return {id(each) for each in optimized_parameters(optimizers) if each.requires_grad}

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -120,7 +120,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes the look-ups of tables meanwhile."""
 
         def read(module: nn.Module, args: Any, kwargs: Any) -> None:
-            ids = ids_in(args, kwargs)
+            # TorchRec names them.
+            ids = args[0] if args else kwargs.get("input")
             if isinstance(ids, Tensor):
                 self.reads[module] += ids.numel()
 
@@ -146,11 +147,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             facts = TableFacts(name=name, rows=rows, dim=dim, read=read)
             found.append((facts, module))
         return found
-
-
-def ids_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the ids of a look-up's arguments; TorchRec names them, as ``input``."""
-    return args[0] if args else kwargs.get("input")
 
 
 def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:

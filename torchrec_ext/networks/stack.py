@@ -198,7 +198,7 @@ class Stack:
         """Goes on from a state of a stack of the same networks and optimizer.
 
         Raises:
-            ValueError: it is of another stack; nothing was written.
+            ValueError: it is of another stack, or has a rate that is none; nothing was written.
         """
         own = dict(self._tensors())
         here, there = ({k: each.shape for k, each in of.items()} for of in (own, state))
@@ -206,6 +206,9 @@ class Stack:
             raise ValueError(
                 "this is a state of another stack: give one of the same networks and optimizer"
             )
+        # Population-based training writes rates into a state.
+        for name in ("rates", "factor"):
+            _rates(name, state[name], own[name].shape)
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
