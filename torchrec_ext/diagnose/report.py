@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torchrec_ext.diagnose.costs import ratios_of
 from torchrec_ext.diagnose.findings import Facts, Gain, gain_of
 from torchrec_ext.diagnose.trials import trials
 from torchrec_ext.diagnose.verdicts import findings, too_noisy
@@ -80,8 +81,7 @@ class Diagnosis:
             raise ValueError(
                 "realised: this diagnosis holds no program, only facts; call why_slow again"
             )
-        turns = self._compare(step, batches, seconds)
-        return gain_of([before / after for before, after in turns])
+        return gain_of(ratios_of(self._compare(step, batches, seconds)))
 
     def to_json(self) -> str:
         """Returns the diagnosis as a JSON object: ``verdict``, ``noisy``, ``findings``, ``trials``, ``facts``."""
