@@ -377,7 +377,7 @@ class Captures:
         device = update.memory.device
         if device.type == "cuda":
             update.runs[number] = replayed(
-                graph.module, tensors, list(graph.of_batch), graph.outer
+                graph.module, tensors, graph.of_batch, graph.outer
             )
         else:
             update.runs[number] = executors.compile_graph(graph.module, list(tensors))

@@ -158,7 +158,7 @@ class StepGraph:
         module: the graph.
         parameters: index of each input that is a parameter which the step updates, by its name.
         outer: indices of inputs that are neither updated parameters, nor of the batch, nor of the memory.
-        of_batch: leaf of the batch by the index of an input.
+        of_batch: indices of inputs that are leaves of the batch.
         loss: index of the loss among the outputs.
 
     Raises:
@@ -184,14 +184,10 @@ class StepGraph:
         self._placeholders = [node for node in nodes if node.op == "placeholder"]
         real = real_inputs(module, examples)
         names = {id(parameter): name for name, parameter in trained.items()}
-        leaves = {
-            id(leaf): index
-            for index, leaf in enumerate(batch)
-            if isinstance(leaf, Tensor)
-        }
+        leaves = {id(leaf) for leaf in batch if isinstance(leaf, Tensor)}
         of_step = set(map(id, memory))
         self.parameters: dict[str, int] = {}
-        self.of_batch: dict[int, int] = {}
+        self.of_batch: list[int] = []
         self.outer: list[int] = []
         read = set()
         for index, tensor in enumerate(real):
@@ -206,7 +202,7 @@ class StepGraph:
             if id(tensor) in of_step:
                 continue
             if id(tensor) in leaves:
-                self.of_batch[index] = leaves[id(tensor)]
+                self.of_batch.append(index)
             else:
                 self.outer.append(index)
             self._check(index, tensor, model)

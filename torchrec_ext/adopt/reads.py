@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchrec_ext.capture.memory import Reader, RowTable, Whole
+from torchrec_ext.capture.memory import Read, RowTable
 
 _ONE = tuple(inspect.signature(F.embedding).parameters)
 _BAG = tuple(inspect.signature(F.embedding_bag).parameters)
@@ -135,10 +136,11 @@ class StepReads(TorchFunctionMode):
         ids = the_ids(named["input"], weight)
         for late, table in self._tables:
             if weight is late:
-                return look_up(table, named, ids, is_bag)
+                return look_up(table.read, named, ids, is_bag)
         # The backward of embedding_bag is no kernel of inductor's.
         if is_bag and is_plain(named):
-            return look_up(Whole(weight), named, ids, is_bag)
+            read = partial(F.embedding, weight=weight)
+            return look_up(read, named, ids, is_bag)
         # A sparse gradient has no kernel of inductor's; a dense one moves the same rows.
         return func(**{**named, "input": ids, "sparse": False})  # type: ignore[no-any-return]
 
@@ -157,12 +159,12 @@ def is_plain(named: Mapping[str, Any]) -> bool:
 
 
 def look_up(
-    table: Reader, arguments: Mapping[str, Any], ids: Tensor, is_bag: bool
+    read: Read, arguments: Mapping[str, Any], ids: Tensor, is_bag: bool
 ) -> Tensor:
     """Computes F.embedding or F.embedding_bag on rows read from a step's table.
 
     Args:
-        table: the table inside the step.
+        read: reads rows of the table inside the step.
         arguments: arguments of the call by name.
         ids: its ids, or one of each that repeats.
         is_bag: whether it is F.embedding_bag.
@@ -174,7 +176,7 @@ def look_up(
     rows, dim = weight.shape
     # A negative id would be read from the end; this one is out of range.
     flat = torch.where(ids < 0, rows, ids).reshape(-1).long()
-    vectors = table.read(flat)
+    vectors = read(flat)
     # The row of the padding is read but never trained, as by torch.
     if padding is not None:
         vectors = torch.where((flat == padding)[:, None], vectors.detach(), vectors)

@@ -90,7 +90,8 @@ def adopt(
         >>> step.describe()
         'eager so far (1 step)'
     """
-    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    is_several = isinstance(optimizer, list | tuple)
+    optimizers: Any = optimizer if is_several else [optimizer]
     if not isinstance(model, nn.Module):
         raise CannotAdopt(f"model is a {type(model).__name__}: must be an nn.Module")
     for each in optimizers:
