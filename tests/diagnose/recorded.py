@@ -21,7 +21,6 @@ def facts(milliseconds: Mapping[str, float], **more: Any) -> Facts:
         {name: value * 1e-3 * drift for name, value in usual.items()} for drift in DRIFT
     ]
     base = {
-        "rows": 256,
         "cores": 2,
         "busy": 0.1,
         "optimizers": ("Adam",),
@@ -59,7 +58,6 @@ RECORDED: dict[str, Facts] = {
     "untouched_rows": facts(
         {**steps(83.2, still_tables=4.7, quadruple=84.0), "optimizer": 78.0},
         tables=(TABLE,),
-        parameters=12_400_097,
         ops=202,
         product_s=0.36e-3,
     ),
@@ -97,4 +95,4 @@ RECORDED: dict[str, Facts] = {
         ),
     ),
 }
-HEALTHY = facts(steps(92.0), ops=159, product_s=88e-3, parameters=1_200_000)
+HEALTHY = facts(steps(92.0), ops=159, product_s=88e-3)

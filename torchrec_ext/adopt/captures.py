@@ -7,8 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,20 +72,6 @@ class TooManyShapesError(RareShapeError):
     """A batch stays eager for good, because as many shapes as may be are captured; the message names both."""
 
 
-class Seen(NamedTuple):
-    """What an eager step showed.
-
-    Args:
-        look_ups: rows that it read of each table, by the id of its weight.
-        matrices: the line that reads a late table otherwise, by its name, as a trace showed.
-        draws_random: whether the forward draws random numbers.
-    """
-
-    look_ups: Mapping[int, int] = MappingProxyType({})
-    matrices: Mapping[str, str] = MappingProxyType({})
-    draws_random: bool = False
-
-
 class Captures:
     """Captures a step for each state of the user's Python, and runs it.
 
@@ -97,7 +82,8 @@ class Captures:
 
     Attributes:
         current: the captured steps that ran last; None before.
-        seen: what an eager step showed.
+        look_ups: rows that an eager step read of each table, by the id of its weight.
+        draws_random: whether its forward drew random numbers.
         too_many_shapes: why batches of some shapes stay eager; empty if none do.
         seconds: seconds of all captures.
     """
@@ -113,7 +99,10 @@ class Captures:
         self._graph_count = 0
         self._graphs: dict[int, tuple[CapturedUpdate, StepGraph]] = {}
         self.current: CapturedUpdate | None = None
-        self.seen = Seen()
+        self.look_ups: Mapping[int, int] = {}
+        self.draws_random = False
+        # The line that reads a late table otherwise, by its name, as a trace showed.
+        self._matrices: dict[str, str] = {}
         self.too_many_shapes = ""
         self._shapes: list[Shapes] = []  # of captured batches
         self._refused: Counter[Shapes] = Counter()
@@ -166,9 +155,7 @@ class Captures:
                 self._tracing.allowed = unreached
                 return self._try(self._tracing, batch)
             except OtherMemory as other:
-                if other.matrices:
-                    matrices = {**self.seen.matrices, **other.matrices}
-                    self.seen = self.seen._replace(matrices=matrices)
+                self._matrices |= other.matrices
                 unreached |= other.unreached
                 names = (names | other.read) - unreached
         raise CannotAdopt("the parameters that the loss depends on change in each step")
@@ -203,12 +190,12 @@ class Captures:
             )
         user_step = self._user_step
         dense_tables = {
-            name: line for name, line in self.seen.matrices.items() if name in names
+            name: line for name, line in self._matrices.items() if name in names
         }
         tables = {
             name
             for name in names
-            if id(rules[name][2]) in self.seen.look_ups and name not in dense_tables
+            if id(rules[name][2]) in self.look_ups and name not in dense_tables
         }
         # A memory for which there was no graph may be of a state that is no longer there.
         for key, each in list(self._updates.items()):
@@ -221,7 +208,7 @@ class Captures:
             )
             memory = StepMemory(parameters, {})
             weights = {each.name: rules[each.name][2] for each in parameters}
-            counts = {name: self.seen.look_ups[id(rules[name][2])] for name in tables}
+            counts = {name: self.look_ups[id(rules[name][2])] for name in tables}
             memory.choose(counts, row_by_row)
             self._updates[key] = CapturedUpdate(
                 memory,
@@ -303,7 +290,7 @@ class Captures:
         is_given = self._batch.source is None
         if is_given and update.memory.device.type == "cpu":
             # The step draws its random numbers after them.
-            draws = self.seen.draws_random
+            draws = self.draws_random
             with torch.random.fork_rng([]) if draws else nullcontext():
                 bad = graph.bad_id(tensors)
             if bad:
@@ -342,7 +329,7 @@ class Captures:
         run = self._prepared(update, graph, tensors)
         self.current = update
         snapshot = self._verification.snapshot(update, graph, tensors)
-        if snapshot is not None and self.seen.draws_random:
+        if snapshot is not None and self.draws_random:
             # Op by op, the step draws the same random numbers as the eager one.
             run = graph.module
         # .grad is None after a captured step: no gradient of a backward of the user's own stays.
@@ -390,7 +377,7 @@ class Captures:
         device = update.memory.device
         if device.type == "cuda":
             update.runs[number] = replayed(
-                graph.module, tensors, list(graph.of_batch), graph.outer
+                graph.module, tensors, graph.of_batch, graph.outer
             )
         else:
             update.runs[number] = executors.compile_graph(graph.module, list(tensors))
@@ -472,7 +459,6 @@ def _step_of(
     """Returns the step as a function of a batch, or of the rows of one that is made inside."""
     memory, loss, clip_norm = update.memory, user_step.loss, user_step.clip_norm
     count, zero = memory.count, memory.zero
-    is_exact = user_step.autocast_dtype() is None
     masks = update.masks
     parts = []
     # The parameter itself: Dynamo finds it in the user's module too, and it must be one input of the graph.
@@ -488,7 +474,7 @@ def _step_of(
         for part, table in zip(parts, tables, strict=False):
             if table is not None:
                 late.append((part.weight, table))
-        with StepReads(late, repeats=repeats, is_exact=is_exact, masks=masks):
+        with StepReads(late, repeats=repeats, masks=masks):
             value, output = loss_and_output(loss(*batch))
         return the_loss(value), output
 

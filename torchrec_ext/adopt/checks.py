@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -345,7 +344,7 @@ class ForwardWatch(TorchFunctionMode):
     Args:
         model: the user's model.
         args: the batch.
-        repeats: how often tensors of the batch repeat each value, by their ids.
+        repeats: tensors of the batch that repeat each value, with how often.
 
     Attributes:
         args: the batch.
@@ -359,12 +358,12 @@ class ForwardWatch(TorchFunctionMode):
         self,
         model: nn.Module,
         args: tuple[Any, ...],
-        repeats: Mapping[int, int] = MappingProxyType({}),
+        repeats: Sequence[tuple[Tensor, int]] = (),
     ) -> None:
         super().__init__()
         self.args = args
         self.look_ups: dict[int, int] = {}
-        self._repeats = repeats
+        self._repeats = {id(leaf): count for leaf, count in repeats}
         self.calls = 0
         self.random = False
         self.problem = ""

@@ -10,9 +10,10 @@ untraceable(): Dynamo's errors in plain words, with the user's line.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from torchrec_ext.adopt.checks import device_of
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.reads import WRITES, the_ids, the_loss
+from torchrec_ext.adopt.reads import the_ids, the_loss
 from torchrec_ext.capture.compiled import SKIPPED, real_inputs
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import depends_on_values
@@ -36,6 +37,7 @@ LossFunction = Callable[..., Any]
 
 GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
 _NUMBERS = itertools.count()
+_WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
 
 
 class OtherMemory(CannotCaptureError):  # noqa: N818 - no error: the step is traced again with another memory
@@ -80,7 +82,6 @@ _VALUES = (
     "dynamic output shape",
 )
 _BUILTIN = re.compile(r"trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`")
-_RAISED = re.compile(r"raised exception (\w+\(.*\))")
 
 
 def untraceable(error: BaseException) -> CannotAdopt:
@@ -96,17 +97,9 @@ def untraceable(error: BaseException) -> CannotAdopt:
         )
     if any(word in text.lower() for word in _VALUES):
         return CannotAdopt(values_needed(line))
-    if "sparse tensor" in text.lower():
-        return CannotAdopt(
-            f"{line} reads a sparse matrix; take F.embedding_bag(columns, dense, row_ptr, mode='sum', "
-            "per_sample_weights=values)"
-        )
     skipped = SKIPPED.search(text) or _BUILTIN.search(text)
-    raised = _RAISED.search(text)
     if skipped:
         what = f"it leaves out {skipped[1]}()"
-    elif raised:
-        what = f"in its trace it raises {raised[1]}"
     return CannotAdopt(
         f"{line} cannot be traced by torch.compile ({what[:49]}); take it out of the step"
     )
@@ -134,20 +127,6 @@ def _users_line(text: str) -> str:
 def _line_of(node: fx.Node) -> str:
     """Returns the user's line that a node of a graph is from."""
     return _users_line(node.stack_trace or "")
-
-
-class _IdRanges(NamedTuple):
-    """Numbers of rows and names of the tables that ids are looked up in.
-
-    Args:
-        given: by the index of an input of the graph that is such ids.
-        part: computes other ids from the inputs; None without any.
-        computed: those of what ``part`` returns, in order.
-    """
-
-    given: dict[int, tuple[int, str]]
-    part: fx.GraphModule | None
-    computed: list[tuple[int, str]]
 
 
 def bad_id(ids: Tensor, rows: int, table: str) -> str:
@@ -179,7 +158,7 @@ class StepGraph:
         module: the graph.
         parameters: index of each input that is a parameter which the step updates, by its name.
         outer: indices of inputs that are neither updated parameters, nor of the batch, nor of the memory.
-        of_batch: leaf of the batch by the index of an input.
+        of_batch: indices of inputs that are leaves of the batch.
         loss: index of the loss among the outputs.
 
     Raises:
@@ -205,14 +184,10 @@ class StepGraph:
         self._placeholders = [node for node in nodes if node.op == "placeholder"]
         real = real_inputs(module, examples)
         names = {id(parameter): name for name, parameter in trained.items()}
-        leaves = {
-            id(leaf): index
-            for index, leaf in enumerate(batch)
-            if isinstance(leaf, Tensor)
-        }
+        leaves = {id(leaf) for leaf in batch if isinstance(leaf, Tensor)}
         of_step = set(map(id, memory))
         self.parameters: dict[str, int] = {}
-        self.of_batch: dict[int, int] = {}
+        self.of_batch: list[int] = []
         self.outer: list[int] = []
         read = set()
         for index, tensor in enumerate(real):
@@ -227,22 +202,23 @@ class StepGraph:
             if id(tensor) in of_step:
                 continue
             if id(tensor) in leaves:
-                self.of_batch[index] = leaves[id(tensor)]
+                self.of_batch.append(index)
             else:
                 self.outer.append(index)
             self._check(index, tensor, model)
-        self._refuse_constants()
         gradient = [node for node in nodes if node.target is torch.autograd.grad][-1]
         self._forward = nodes[: nodes.index(gradient)]
-        self._refuse_look_ups()
-        self._refuse_values()
+        for node in self._forward:
+            self._refuse(node)
         unreached = self._unreached(gradient, updated)
         if read or unreached:
             raise OtherMemory(unreached=unreached, read=read)
         matrices = self._matrices(late)
         if matrices:
             raise OtherMemory(matrices=matrices)
-        self._id_ranges = self._ids_to_check(real, model)
+        ranges = self._ids_to_check(real, model)
+        self._ids = self._part(list(ranges)).forward
+        self._ranges = list(ranges.values())
         self.loss = self._place_of_loss()
 
     def _calls(self, function: Any) -> list[Any]:
@@ -273,31 +249,24 @@ class StepGraph:
                 f"{line} reads a tensor that requires a gradient and is not the model's; make it the model's parameter"
             )
 
-    def _refuse_constants(self) -> None:
-        # Its value would be that of the trace in each step.
-        for node in self.module.graph.nodes:
-            if node.op == "get_attr":
-                raise CannotAdopt(
-                    f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model"
-                )
-
-    def _refuse_look_ups(self) -> None:
-        for node in self._forward:
-            if node.target not in (F.embedding, F.embedding_bag):
-                continue
-            if node.kwargs.get("max_norm") is not None or node.kwargs.get(
-                "scale_grad_by_freq"
-            ):
-                raise CannotAdopt(
-                    f"{_line_of(node)} looks up with max_norm or scale_grad_by_freq, which have no captured form; "
-                    "leave them out"
-                )
-
-    def _refuse_values(self) -> None:
-        for node in self._forward:
-            value = node.meta.get("example_value")
-            if node.op.startswith("call") and depends_on_values(value):
-                raise CannotAdopt(values_needed(_line_of(node)))
+    def _refuse(self, node: fx.Node) -> None:
+        """Refuses a node that a captured step would not compute as the user's own."""
+        if node.op == "get_attr":
+            # Its value would be that of the trace in each step.
+            raise CannotAdopt(
+                f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model"
+            )
+        if node.target in (F.embedding, F.embedding_bag) and (
+            node.kwargs.get("max_norm") is not None
+            or node.kwargs.get("scale_grad_by_freq")
+        ):
+            raise CannotAdopt(
+                f"{_line_of(node)} looks up with max_norm or scale_grad_by_freq, which have no captured form; leave "
+                "them out"
+            )
+        value = node.meta.get("example_value")
+        if node.op.startswith("call") and depends_on_values(value):
+            raise CannotAdopt(values_needed(_line_of(node)))
 
     def _unreached(self, gradient: fx.Node, updated: Collection[str]) -> set[str]:
         """Returns the names of the parameters without a gradient; those of late tables have a leaf for each look-up."""
@@ -342,7 +311,7 @@ class StepGraph:
             # Methods such as add_ write in place; names of placeholders may end like
             # that too.
             if node.op != "placeholder" and (
-                node.target in WRITES or str(node.target).endswith("_")
+                node.target in _WRITES or str(node.target).endswith("_")
             ):
                 refused.add(node)
         return bool(refused.intersection(nodes))
@@ -358,27 +327,21 @@ class StepGraph:
         graph.output(tuple(copies[node] for node in results))
         return fx.GraphModule(self.module, graph)
 
-    def _ids_to_check(self, real: Sequence[Any], model: nn.Module) -> _IdRanges:
-        """Returns the ids of look-ups that are known before a step, and what they may be."""
+    def _ids_to_check(
+        self, real: Sequence[Any], model: nn.Module
+    ) -> dict[fx.Node, tuple[int, str]]:
+        """Returns ids of look-ups that are known before a step, with the number of rows and the name of their table."""
         names = {id(each): name for name, each in model.named_parameters()}
-        # Of two tables that are read by the same ids, the shorter one counts.
         ranges: dict[fx.Node, tuple[int, str]] = {}
         for node in self._calls(the_ids):
             ids, weight = node.args
-            if weight not in self._placeholders:
-                continue
-            table = real[self._placeholders.index(weight)]
-            known = (len(table), names.get(id(table)) or _line_of(node))
-            ranges[ids] = min(known, ranges.get(ids, known))
-        given = {}
-        computed = {}
-        for ids, known in ranges.items():
-            if ids in self._placeholders:
-                given[self._placeholders.index(ids)] = known
-            elif not self._needs_the_step({ids, *_ancestors(ids)}):
-                computed[ids] = known
-        part = self._part(list(computed)) if computed else None
-        return _IdRanges(given, part, list(computed.values()))
+            is_known = not self._needs_the_step({ids, *_ancestors(ids)})
+            if weight in self._placeholders and is_known:
+                table = real[self._placeholders.index(weight)]
+                known = (len(table), names.get(id(table)) or _line_of(node))
+                # Of two tables that are read by the same ids, the shorter one counts.
+                ranges[ids] = min(known, ranges.get(ids, known))
+        return ranges
 
     def bad_id(self, tensors: Sequence[Tensor]) -> str:
         """Names an id that is outside of its table; empty without one.
@@ -386,14 +349,9 @@ class StepGraph:
         A captured step would find it half way, with weights written. Ids that weights decide are known to the step
         alone; random numbers on which ids depend are drawn here too.
         """
-        given, part, computed = self._id_ranges
-        for index, known in given.items():
-            if bad := bad_id(tensors[index], *known):
+        for ids, known in zip(self._ids(*tensors), self._ranges, strict=True):
+            if bad := bad_id(ids, *known):
                 return bad
-        if part is not None:
-            for ids, known in zip(part(*tensors), computed, strict=True):
-                if bad := bad_id(ids, *known):
-                    return bad
         return ""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchrec_ext.adopt.captures import Captures, Seen, TooManyShapesError
+from torchrec_ext.adopt.captures import Captures, TooManyShapesError
 from torchrec_ext.adopt.checks import Changes, ForwardWatch
 from torchrec_ext.adopt.errors import (
     BadIdError,
@@ -89,7 +90,8 @@ def adopt(
         >>> step.describe()
         'eager so far (1 step)'
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    is_several = isinstance(optimizer, list | tuple)
+    optimizers: Any = optimizer if is_several else [optimizer]
     if not isinstance(model, nn.Module):
         raise CannotAdopt(f"model is a {type(model).__name__}: must be an nn.Module")
     for each in optimizers:
@@ -99,8 +101,14 @@ def adopt(
             )
     if not optimizers:
         raise CannotAdopt("optimizer=[]: give a torch.optim.Optimizer or several")
-    if not (math.isfinite(clip_norm) and clip_norm >= 0):
+    is_number = isinstance(clip_norm, numbers.Real)
+    if not is_number or not 0 <= clip_norm < math.inf:
         raise CannotAdopt(f"clip_norm={clip_norm!r}: must be a number of 0 or more")
+    # torch.autocast is a context, and called it is a decorator.
+    if not callable(autocast) or isinstance(autocast, AbstractContextManager):
+        raise CannotAdopt(
+            f"autocast is a {type(autocast).__name__}: must make a context: autocast=lambda: torch.autocast(...)"
+        )
     if compile not in get_args(Compile):
         raise CannotAdopt(f"compile={compile!r}: must be 'auto', 'off' or 'require'")
     user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm))
@@ -278,7 +286,6 @@ class AdoptedStep:
                 self._policy.note(
                     "torch.autograd.set_detect_anomaly is on: captured steps do not look for NaN in gradients"
                 )
-            self._captures.seen = self._watch.seen
             self._is_capturing = True
         except CannotCaptureError as error:
             self._stay_eager(error)
@@ -431,7 +438,6 @@ class StepWatch:
         policy: receives the times.
 
     Attributes:
-        seen: what an eager step showed.
         problem: a reason against captured steps; empty if nothing was seen.
     """
 
@@ -442,7 +448,6 @@ class StepWatch:
         self._captures = captures
         self._policy = policy
         self._capture_s = _capture_seconds(user_step.device)
-        self.seen = Seen()
         self.problem = ""
         self._last_look = 0  # number of the step at which readers were looked at
 
@@ -482,10 +487,9 @@ class StepWatch:
 
     def _observed(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         args = batch.batch()
-        repeats = {}
+        repeats = []
         if batch.source is not None:
-            for leaf, count in batch.source.repeats(args, len(batch.tensors[0])):
-                repeats[id(leaf)] = count
+            repeats = batch.source.repeats(args, len(batch.tensors[0]))
         watch = ForwardWatch(self._user_step.model, args, repeats)
         # Of these very tensors: the watch knows them by their ids.
         step = dataclasses.replace(batch, batch=lambda: args)
@@ -494,7 +498,8 @@ class StepWatch:
         # The watch takes time, so this step is not timed.
         seconds.append(seconds[-1])
         self._capture_s = _capture_seconds(self._user_step.device, watch.calls)
-        self.seen = Seen(watch.look_ups, draws_random=watch.random)
+        self._captures.look_ups = watch.look_ups
+        self._captures.draws_random = watch.random
         self.problem = watch.problem
         return result
 

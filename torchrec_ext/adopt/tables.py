@@ -23,7 +23,9 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_ext.adopt.checks import fault_of_module
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.graph import bad_id
 from torchrec_ext.distributed.tables import GivenRows
 from torchrec_ext.observe.user_lines import user_line
 from torchrec_ext.schema.validation import listed
@@ -119,12 +121,8 @@ class ShardableTable(nn.Module):
         # Refuse an id outside of the table, as nn.Embedding does; TorchRec's kernels read row 0 in its place.
         if ids.is_cuda:
             torch._assert_async(((ids >= 0) & (ids < self._rows)).all())
-        elif ids.numel():
-            least, most = torch.aminmax(ids)
-            if int(least) < 0 or int(most) >= self._rows:
-                raise IndexError(
-                    f"table '{self._name}': ids from {int(least)} to {int(most)}, must be 0 to {self._rows - 1}"
-                )
+        elif bad := bad_id(ids, self._rows, self._name):
+            raise IndexError(bad)
         bags, length = (
             (ids.shape[0], ids.shape[1]) if self._is_bag else (ids.numel(), 1)
         )
@@ -207,50 +205,18 @@ def adopt_tables(model: nn.Module, *, without: Collection[str] = ()) -> nn.Modul
 
 
 def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
-    own_forward = type(table).forward not in (
-        nn.Embedding.forward,
-        nn.EmbeddingBag.forward,
-    )
-    refused = [
-        (
-            isinstance(table, nn.EmbeddingBag) and table.padding_idx is not None,
-            f"padding_idx={table.padding_idx}",
-            "take nn.Embedding, and pool its rows in forward",
-        ),
-        (
-            table.max_norm is not None,
-            f"max_norm={table.max_norm}",
-            "normalise the rows in forward",
-        ),
-        (table.scale_grad_by_freq, "scale_grad_by_freq=True", "leave it out"),
-        (
-            getattr(table, "mode", "") == "max",
-            "mode='max'",
-            "take nn.Embedding and amax in forward",
-        ),
-        (
-            not table.weight.requires_grad,
-            "a frozen weight",
-            "make it a buffer of a module of your own",
-        ),
-        (
-            table.weight.dtype != torch.float32,
-            f"a {table.weight.dtype} weight",
-            "call float() first",
-        ),
-        (
-            own_forward,
-            "a forward of its own",
-            "put what it does beside the look-up into another module",
-        ),
-        (
-            table._forward_hooks or table._forward_pre_hooks,
-            "hooks",
-            "put them on another module",
-        ),
-    ]
-    for is_refused, what, remedy in refused:
-        if is_refused:
-            raise CannotAdopt(
-                f"table '{path}' has {what}, which TorchRec's collections do not have: {remedy}"
-            )
+    # As adopt() refuses it.
+    fault = fault_of_module(table)
+    forwards = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+    if isinstance(table, nn.EmbeddingBag) and table.padding_idx is not None:
+        fault = f"has padding_idx={table.padding_idx}; take nn.Embedding, and pool its rows in forward"
+    elif not table.weight.requires_grad:
+        fault = "has a frozen weight; make it a buffer of a module of your own"
+    elif table.weight.dtype != torch.float32:
+        fault = f"has a {table.weight.dtype} weight; call float() first"
+    elif type(table).forward not in forwards:
+        fault = "has a forward of its own; put what it does beside the look-up into another module"
+    elif table._forward_hooks or table._forward_pre_hooks:
+        fault = "has hooks; put them on another module"
+    if fault:
+        raise CannotAdopt(f"table '{path}' {fault}")

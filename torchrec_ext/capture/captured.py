@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
@@ -23,7 +25,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
 from torchrec_ext.capture.executors import StepExecutor
 from torchrec_ext.capture.lowering import Packer, lowered, static_bags
-from torchrec_ext.capture.memory import Reader, RowRule, RowTable, StepMemory, Whole
+from torchrec_ext.capture.memory import Read, RowRule, RowTable, StepMemory
 from torchrec_ext.capture.policy import MOST_GRAPHS
 from torchrec_ext.capture.sharded import moved_parameters
 from torchrec_ext.capture.step import parts_of, trained
@@ -85,10 +87,10 @@ class CapturedStep:
         take_time: Callable[[], None] = lambda: None,
         patience: int = 0,
     ) -> None:
-        # Tables by name, through which the forward reads rows; of one step.
-        self._reading: Mapping[str, Reader] = {}
+        # By name of a table, what the forward reads its rows by; of one step.
+        self._reading: Mapping[str, Read] = {}
         self._model = lowered(
-            model, static_bags(lambda name, ids: self._reading[name].read(ids))
+            model, static_bags(lambda name, ids: self._reading[name](ids))
         )
         fixed = dict(self._model.named_buffers())
         for name, parameter in self._model.named_parameters():
@@ -173,7 +175,7 @@ class CapturedStep:
         devices = [memory.device] if memory.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             fixed = {name: tensor.clone() for name, tensor in memory.fixed.items()}
-            self._reading = counting
+            self._reading = {name: table.read for name, table in counting.items()}
             batch = inputs.make(inputs.resident, self._on_device(inputs))
             functional_call(self._model, fixed, (batch,))
         return {name: table.count for name, table in counting.items()}
@@ -273,12 +275,13 @@ class CapturedStep:
                 model_tensors[parameter.name] = part.weight
 
         def forward(tables: Sequence[RowTable | None]) -> tuple[Tensor, Any]:
-            reading: dict[str, Reader] = {}
+            reading: dict[str, Read] = {}
             for parameter, part, table in zip(
                 memory.parameters, parts, tables, strict=True
             ):
                 if parameter.table:
-                    reading[parameter.name] = table or Whole(part.weight)
+                    whole = partial(F.embedding, weight=part.weight)
+                    reading[parameter.name] = table.read if table else whole
             self._reading = reading
             return functional_call(self._model, model_tensors, (make(),))  # type: ignore[no-any-return]
 

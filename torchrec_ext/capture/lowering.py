@@ -146,24 +146,14 @@ def static_bags(read: Read, *, packed: bool = True) -> Lower:
     """
 
     def lower(path: str, collection: nn.Module) -> nn.Module:
-        check_pools(path, collection)
+        kinds = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+        if not isinstance(collection, kinds):
+            raise CannotCaptureError(
+                f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
+            )
         return LoweredBags(table_configs(collection), read, packed=packed)
 
     return lower
-
-
-def check_pools(path: str, collection: nn.Module) -> None:
-    """Refuses a collection that does not pool its bags.
-
-    Raises:
-        CannotCaptureError: it returns a row for each id.
-    """
-    if not isinstance(
-        collection, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
-    ):
-        raise CannotCaptureError(
-            f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
-        )
 
 
 def _replace_submodule(module: nn.Module, path: str, new: nn.Module) -> nn.Module:

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.nn.functional import embedding
 
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.update_rules import (
@@ -71,22 +70,8 @@ class Clock:
         return [updated, *state]
 
 
-class Reader(Protocol):
-    """A table inside one step."""
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Returns the vectors (n, D) of the ids (n,)."""
-
-
-@dataclass
-class Whole:
-    """A table whose gradient is a matrix as large as itself."""
-
-    weight: Tensor
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Returns the vectors (n, D) of the ids (n,)."""
-        return embedding(ids, self.weight)
+# Reads a table inside one step: returns the vectors (n, D) of the ids (n,).
+Read = Callable[[Tensor], Tensor]
 
 
 @dataclass

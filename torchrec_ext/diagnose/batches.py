@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from time import thread_time
@@ -119,41 +118,14 @@ def fresh_loader(loader: Any, **settings: Any) -> Any:
 
 
 def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:
-    """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list if it takes these.
-
-    Raises:
-        ValueError: ``fn`` takes neither the entries nor the batch.
-    """
+    """Returns a function of a whole batch, by which ``fn`` gets the entries of a tuple or list."""
     # A named tuple is one thing: whoever names the entries of a batch reads them by
     # name.
     has_entries = isinstance(batch, tuple | list) and not hasattr(batch, "_fields")
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        # a function in C may have no signature: it is tried with the entries
-        return (lambda entries: fn(*entries)) if has_entries else fn
-    if has_entries and _takes(signature, *batch):
+    # The body of a script's loop takes any batch whole.
+    if has_entries and not getattr(fn, "takes_whole", False):
         return lambda entries: fn(*entries)
-    # The body of a script's loop has an empty signature: it takes any batch whole.
-    if signature.parameters and not _takes(signature, batch):
-        takes = f"the step takes ({', '.join(signature.parameters)}), and a batch"
-        if has_entries:
-            raise ValueError(
-                f"{takes} has {len(batch)} entries; give batches with one for each argument"
-            )
-        raise ValueError(
-            f"{takes} is one {type(batch).__name__}, "
-            "which is its only argument: wrap it, as in lambda batch: loss(batch['user'], batch['item'])"
-        )
     return fn
-
-
-def _takes(signature: inspect.Signature, *arguments: Any) -> bool:
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True
 
 
 def _is_leaf(value: Any) -> bool:

@@ -94,17 +94,12 @@ class LineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TableFacts:
-    """A table of embeddings: path of its module, rows, width of a row, and ids that a step looks up.
-
-    Args:
-        of_torchrec: whether it is a table of a collection of TorchRec.
-    """
+    """A table of embeddings: path of its module, rows, width of a row, and ids that a step looks up."""
 
     name: str
     rows: int
     dim: int
     read: int
-    of_torchrec: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +138,6 @@ class Facts:
             ``one_thread``, ``all_threads`` and ``bf16``. Yardsticks: ``op``, a tiny op that autograd records, or one of
             backward; and ``sync``, one ``.item()``.
         captured: seconds of an iteration as it is, and with the adopted step, by turn.
-        rows: rows of a batch; 0 if unknown.
-        batch_shapes: how many of the last four batches differ in the shape of a tensor, as those with ragged ids do.
         ops: aten ops of a step.
         op_lines: the user's lines that make most ops, with their number.
         syncs: ops of a step that bring a value to Python, on a GPU all that wait for it.
@@ -154,9 +147,7 @@ class Facts:
         sampled_s: seconds of an iteration while lines were sampled.
         product_s: seconds of a step inside matrix products.
         tables: large tables that a dense optimizer moves.
-        parameters: number of parameters that are trained; of tables with sparse gradients, those that a step reads.
         optimizers: names of the optimizers' classes.
-        l2: the greatest weight_decay that Adam or Adagrad adds to gradients, so that every row moves in each step.
         loader: source of the batches.
         threads: compute threads of the measurement.
         own_threads: those of the program: more, if others kept the cores that they need.
@@ -169,8 +160,6 @@ class Facts:
 
     rounds: Sequence[Round] = ()
     captured: Sequence[tuple[float, float]] = ()
-    rows: int = 0
-    batch_shapes: int = 1
     ops: int = 0
     op_lines: Sequence[tuple[str, int]] = ()
     syncs: int = 0
@@ -180,9 +169,7 @@ class Facts:
     sampled_s: float = 0.0
     product_s: float = 0.0
     tables: Sequence[TableFacts] = ()
-    parameters: int = 0
     optimizers: Sequence[str] = ()
-    l2: float = 0.0
     loader: LoaderFacts = LoaderFacts()
     threads: int = 1
     own_threads: int = 0

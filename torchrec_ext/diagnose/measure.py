@@ -18,8 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from torchrec_ext.adopt import CannotAdopt
-from torchrec_ext.adopt.checks import check_model, update_kind
-from torchrec_ext.diagnose.batches import row_count
+from torchrec_ext.adopt.checks import (
+    check_model,
+    optimized_parameters,
+    update_kind,
+)
 from torchrec_ext.diagnose.findings import (
     Facts,
     LineFacts,
@@ -37,8 +40,6 @@ from torchrec_ext.diagnose.loop import (
 from torchrec_ext.diagnose.ops import Counted, OpsOfLine, count_ops
 from torchrec_ext.diagnose.variants import variants
 from torchrec_ext.observe.clock import busy_elsewhere
-from torchrec_ext.observe.ops import tensors_in
-from torchrec_ext.observe.reached import reachable_from
 from torchrec_ext.observe.samples import Samples
 from torchrec_ext.observe.state_copy import StateCopy
 
@@ -65,8 +66,8 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
     lines: Sequence[LineFacts] = ()
     sampled_s = 0.0
     tables: list[tuple[Any, Any]] = []
-    moved = _parameters_of(state.optimizers)
-    numbers = sum(each.size().numel() for each in moved.values())
+    parameters = optimized_parameters(state.optimizers)
+    moved = {id(each) for each in parameters if each.requires_grad}
 
     def changes() -> Iterator[Variant]:
         nonlocal busy
@@ -80,17 +81,14 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
             loop.not_measured["captured"] = refusal
         counted = _counted(loop)
         for table, module in counted.tables(loop.modules):
-            if module.sparse:
-                # Neither the optimizer nor its traffic touches the other rows.
-                numbers -= max(0, table.rows - table.read) * table.dim
-            elif table.rows > _LARGE_TABLE * table.read and id(module.weight) in moved:
+            # Of sparse gradients the optimizer moves the rows that were read.
+            is_swept = id(module.weight) in moved and not module.sparse
+            if is_swept and table.rows > _LARGE_TABLE * table.read:
                 tables.append((table, module))
         rounds = in_rounds(loop, changes, budget_s)
         lines, sampled_s = _sample_lines(loop, counted)
     return Facts(
         rounds=rounds,
-        rows=row_count(loop.pool[0]) if loop.pool else 0,
-        batch_shapes=len(set(map(_shapes, loop.pool))),
         ops=counted.ops,
         op_lines=counted.lines.most_common(5),
         syncs=sum(counted.syncs.values()),
@@ -101,9 +99,7 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
         # On a GPU an op returns before its kernel runs, so its seconds say nothing.
         product_s=0.0 if loop.cuda else counted.product_s,
         tables=[table for table, _ in tables],
-        parameters=numbers,
         optimizers=[type(each).__name__ for each in state.optimizers],
-        l2=_l2(state.optimizers),
         loader=_loader_facts(loop),
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
@@ -124,13 +120,6 @@ def _refusal(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> s
     except CannotAdopt as error:
         return f"adopt refuses the step: {error}"
     return ""
-
-
-def _shapes(batch: Any) -> tuple[torch.Size, ...]:
-    """Returns the shapes of a batch's tensors, also of those in a user's own object."""
-    return tuple(
-        tensor.shape for each in reachable_from(batch) for tensor in tensors_in(each)
-    )
 
 
 def _counted(loop: TrainingLoop) -> Counted:
@@ -221,25 +210,3 @@ def _facts_of_worker(loop: TrainingLoop) -> dict[str, Any]:
         "worker_sleep_s": asleep,
         "worker_lines": _longest_lines(samples, count, Counted()),
     }
-
-
-def _l2(optimizers: Sequence[Optimizer]) -> float:
-    """Returns the greatest weight_decay of an Adam or Adagrad that is not decoupled, as AdamW's is."""
-    greatest = 0.0
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            is_l2 = isinstance(optimizer, torch.optim.Adam | torch.optim.Adagrad)
-            if is_l2 and not group.get("decoupled_weight_decay"):
-                greatest = max(greatest, group["weight_decay"])
-    return greatest
-
-
-def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
-    """Returns the parameters that optimizers move by id."""
-    parameters: dict[int, Any] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                if each.requires_grad:
-                    parameters[id(each)] = each
-    return parameters

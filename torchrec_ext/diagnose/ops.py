@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,7 +27,6 @@ from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.user_lines import SampledLine, lines_of, stack_of
 
-_COLLECTIONS = ("EmbeddingBagCollection", "EmbeddingCollection")  # TorchRec's
 _TO_PYTHON = (
     "_local_scalar_dense",
     "nonzero",
@@ -121,7 +120,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes the look-ups of tables meanwhile."""
 
         def read(module: nn.Module, args: Any, kwargs: Any) -> None:
-            ids = ids_in(args, kwargs)
+            # TorchRec names them.
+            ids = args[0] if args else kwargs.get("input")
             if isinstance(ids, Tensor):
                 self.reads[module] += ids.numel()
 
@@ -139,30 +139,14 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def tables(self, modules: Sequence[nn.Module]) -> list[tuple[TableFacts, Any]]:
         """Returns the tables that were read, with their modules."""
         paths = {id(module): path for path, module in named_modules(modules)}
-        of_torchrec: set[int] = set()
-        for _, module in named_modules(modules):
-            # By its name, since TorchRec need not be installed.
-            if type(module).__name__ in _COLLECTIONS:
-                of_torchrec.update(map(id, module.modules()))
         found: list[tuple[TableFacts, Any]] = []
         for module, read in self.reads.items():
             table: Any = module
             rows, dim = table.weight.shape
             name = paths.get(id(module)) or type(module).__name__
-            facts = TableFacts(
-                name=name,
-                rows=rows,
-                dim=dim,
-                read=read,
-                of_torchrec=id(module) in of_torchrec,
-            )
+            facts = TableFacts(name=name, rows=rows, dim=dim, read=read)
             found.append((facts, module))
         return found
-
-
-def ids_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the ids of a look-up's arguments; TorchRec names them, as ``input``."""
-    return args[0] if args else kwargs.get("input")
 
 
 def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:

@@ -7,9 +7,9 @@ import json
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable
-from operator import itemgetter
 from typing import Any
 
+from torchrec_ext.diagnose.costs import ratios_of
 from torchrec_ext.diagnose.findings import Facts, Gain, gain_of
 from torchrec_ext.diagnose.trials import trials
 from torchrec_ext.diagnose.verdicts import findings, too_noisy
@@ -81,8 +81,7 @@ class Diagnosis:
             raise ValueError(
                 "realised: this diagnosis holds no program, only facts; call why_slow again"
             )
-        turns = self._compare(step, batches, seconds)
-        return gain_of([before / after for before, after in turns])
+        return gain_of(ratios_of(self._compare(step, batches, seconds)))
 
     def to_json(self) -> str:
         """Returns the diagnosis as a JSON object: ``verdict``, ``noisy``, ``findings``, ``trials``, ``facts``."""
@@ -154,10 +153,6 @@ def _cause(diagnosis: Diagnosis) -> str:
     faster = [each.name for each in diagnosis.trials if each.gain.helps == "yes"]
     if faster:
         return f"no cause stands out, and it is faster with: {', '.join(faster)}"
-    if facts.has("optimizer"):
-        share = facts.share(itemgetter("optimizer"))
-        if share > 0.5:
-            return f"no cause stands out, and the optimizer takes {share:.0%} of an iteration"
     share = facts.share(lambda _: facts.product_s)
     return f"nothing is wrong, the step is its own work: {share:.0%} of an iteration are matrix products"
 

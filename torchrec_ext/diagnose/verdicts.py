@@ -32,9 +32,6 @@ from torchrec_ext.diagnose.findings import (
 from torchrec_ext.diagnose.trials import ADOPT
 
 NOISY = 0.6  # spread of iterations above which there is no verdict
-# Different shapes of four batches from which on their ids are ragged; a short last batch
-# makes two.
-_RAGGED = 3
 _IDLE = 0.3  # cores that others may keep busy where threads of this process have theirs
 # Share of an iteration that lines of the user's take together; what samples say of less
 # is not sure.
@@ -160,40 +157,23 @@ def untouched_rows(facts: Facts) -> Finding | None:
     rows = sum(each.rows for each in facts.tables)
     ids = sum(each.read for each in facts.tables)
     evidence = [
-        f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
-        f"{rows:,} rows, of which a step reads at most {ids:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
+        f"{mover} moves every row in every step: the tables have {rows:,} rows, of which a step reads at most {ids:,} "
+        f"(largest: {table.name}, {table.rows:,} x {table.dim})",
         f"if it leaves these tables alone, the step takes {changed_text(facts, 'still_tables')} instead of "
         f"{in_ms(facts.median('step'))}",
     ]
-    name = "the tables with sparse=True, moved by SparseAdam, and Adam for the layers"
-    changes = Change.OTHER
-    if facts.optimizers and {"SGD", "Adagrad"}.issuperset(facts.optimizers):
-        # Both make the same step of sparse gradients as of dense ones.
-        name = (
-            f"the tables with sparse=True, as {mover} reads it; weight_decay must be 0"
-        )
-        changes = Change.ROUNDING
-    adopted = "adopt: the step captured, and rows moved when they are next read"
-    if facts.l2:
-        adopted = (
-            f"adopt: the step captured; weight_decay={facts.l2:g} still moves every row in it, and AdamW's only those "
-            "that are read, the others later"
-        )
-    remedies = [Remedy(name=name, changes=changes)]
-    if any(each.of_torchrec for each in facts.tables):
-        name = "hybrid_parallel: TorchRec's fused optimizer moves in the backward the rows that were read"
-        lines = (
-            "from torchrec_ext import OptimizerConfig, hybrid_parallel",
-            "model, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables='row_wise_adagrad'))",
-        )
-        remedies = [Remedy(name=name, changes=Change.OTHER, lines=lines)]
+    adopted = "adopt: the step captured, and rows moved when next read; with a weight_decay take AdamW"
+    sparse = Remedy(
+        name="the tables with sparse=True, moved by SparseAdam, SGD or Adagrad; tables of TorchRec by hybrid_parallel",
+        changes=Change.OTHER,
+    )
     title = "the optimizer sweeps rows that the step never read"
     return finding_of(
         facts,
         "untouched_rows",
         title,
         evidence,
-        [*_adopted(facts, adopted), *remedies],
+        [*_adopted(facts, adopted), sparse],
         swept_seconds,
     )
 
@@ -203,13 +183,7 @@ def _adopted(facts: Facts, name: str) -> list[Remedy]:
     measured = facts.captured and gain_of(ratios_of(facts.captured)).helps == "no"
     if measured or "captured" in facts.not_measured:
         return []
-    if facts.batch_shapes < _RAGGED:
-        return [Remedy(name=name, changes=Change.ROUNDING, lines=ADOPT)]
-    name = (
-        "adopt, once lists are padded to (B, L): it captures a step for one number of ids, and these batches have "
-        "another each time"
-    )
-    return [Remedy(name=name, changes=Change.ROUNDING)]
+    return [Remedy(name=name, changes=Change.ROUNDING, lines=ADOPT)]
 
 
 def launches(facts: Facts) -> Finding | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dis import get_instructions
-from functools import partial, wraps
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -85,12 +85,10 @@ class _WhySlow:
             capture: also measure the step that :func:`adopt` captures, which takes 10 to 60 s more.
 
         Raises:
-            ValueError: there is no batch, no memory for a copy of the state, or ``loss`` does not take a batch.
+            ValueError: there is no batch, or no memory for a copy of the state.
         """
         optimizers = _listed(optimizer)
 
-        # With the signature of the loss, by which a batch is given whole or by entries.
-        @wraps(loss, updated=())
         def step(*batch: Any) -> None:
             for each in optimizers:
                 each.zero_grad()
@@ -122,7 +120,7 @@ class _WhySlow:
         """Diagnoses any step function.
 
         Args:
-            fn: trains on a batch, of which it takes the entries, or the batch whole if it has one parameter.
+            fn: trains on a batch, called with the entries of one that is a tuple or list, else with the batch.
             batches: batches, such as a DataLoader.
             model: the model, if it cannot be reached from ``fn`` through closures, globals and attributes.
             optimizer: its optimizers, in the same case.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
-import reprlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,8 @@ from torchrec_ext.adopt.checks import check_model
 _LONGEST = 200
 
 
-class Part(NamedTuple):
-    """An attribute, weight or module of a network: in a few words, and what is equal if two are."""
-
-    text: str
-    content: Any
-
-
-Form = Mapping[str, Part]  # by path from the network
+# What is equal in two networks of one form, by path from the network.
+Form = Mapping[str, Any]
 
 
 def check_networks(networks: Sequence[nn.Module]) -> None:
@@ -47,12 +40,11 @@ def check_networks(networks: Sequence[nn.Module]) -> None:
                 raise ValueError(line(path or "the network", rest))
         this = form(network)
         first = first or this
-        found = difference(first, this)
-        if found is not None:
-            path, here, there = found
+        path = difference(first, this)
+        if path:
             rest = (
-                f" is {there} in network {number}, {here} in network 0: a stack needs one shape; train others in one "
-                "ModuleList"
+                f" of network {number} is not that of network 0: a stack needs networks that are equal but for their "
+                "weights; train others in one ModuleList"
             )
             raise ValueError(line(path, rest))
     weights = [id(weight) for each in networks for weight in each.parameters()]
@@ -67,40 +59,30 @@ def form(network: nn.Module) -> Form:
     places = {id(module): f"module {path}" for path, module in network.named_modules()}
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         places[id(tensor)] = name
-    parts = {}
+    parts: dict[str, Any] = {}
     for path, module in network.named_modules():
-        parts[path or "the network"] = Part(type(module).__name__, type(module))
+        parts[path or "the network"] = type(module)
         for name, value in vars(module).items():
             below = f"{path}.{name}".lstrip(".")
             if name in ("_parameters", "_buffers"):
                 for own, each in value.items():
-                    text = "None" if each is None else _shape(each)
                     # One with two names is at the place of its first.
-                    content = text, places.get(id(each))
-                    parts[f"{path}.{own}".lstrip(".")] = Part(text, content)
-            elif name == "_modules":
-                children = [(own, places.get(id(each))) for own, each in value.items()]
-                parts[below] = Part(str(list(value)), children)
+                    what = (_shape(each), places[id(each)]) if each is not None else ()
+                    parts[f"{path}.{own}".lstrip(".")] = what
+            elif "_hooks" in name and isinstance(value, OrderedDict):
+                # Their keys are numbers that torch has counted up.
+                parts[below] = [_pickled(each, places) for each in value.values()]
             else:
-                held = [value]
-                if "_hooks" in name and isinstance(value, OrderedDict):
-                    # Their keys are numbers that torch has counted up.
-                    held = list(value.values())
-                pickled = [_pickled(each, places) for each in held]
-                parts[below] = Part(reprlib.repr(value)[:40], pickled)
+                parts[below] = _pickled(value, places)
     return parts
 
 
-def difference(one: Form, other: Form) -> tuple[str, str, str] | None:
-    """Returns the first path at which two forms differ, and what is there; None if they are equal."""
-    nothing = Part("not there", None)
+def difference(one: Form, other: Form) -> str:
+    """Returns the first path at which two forms differ; empty if they are equal."""
     for path in {**one, **other}:
-        here = one.get(path, nothing)
-        there = other.get(path, nothing)
-        if here.content != there.content:
-            text = there.text if there.text != here.text else f"another {there.text}"
-            return path, here.text, text
-    return None
+        if one.get(path) != other.get(path):
+            return path
+    return ""
 
 
 def line(path: str, rest: str) -> str:

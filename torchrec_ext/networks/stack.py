@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +105,7 @@ class Stack:
     ) -> None:
         networks = list(networks)
         check_networks(networks)
-        numbers = _rates("rates", rates, (len(networks),))
+        numbers = _checked(rates, len(networks))
         self.networks = networks
         first = networks[0]
         moved = [each for each in first.parameters() if each.requires_grad]
@@ -113,7 +114,6 @@ class Stack:
         device = moved[0].device
         self._count = torch.zeros((), device=device)
         self._rates = numbers.to(device)
-        self._factor = torch.ones((), device=device)
         self._member = _Member(_without_values(first), loss)
         fill = float(made.defaults.get("initial_accumulator_value", 0.0))
         own = [
@@ -133,7 +133,7 @@ class Stack:
                 self._states[name] = [torch.full_like(values, fill) for _ in kinds]
                 values.requires_grad_()
         self._step = self._made()
-        memory = [self._count, self._rates, self._factor, *self._values.values()]
+        memory = [self._count, self._rates, *self._values.values()]
         memory += [each for state in self._states.values() for each in state]
         self._compiled = compiled(self._step, memory=memory) if compile else None
         self._shapes: list[Any] = []
@@ -163,23 +163,16 @@ class Stack:
             raise untraceable(error) from None
         return losses
 
-    def schedule(self, factor: float) -> None:
-        """Sets the factor of all rates, from the next step on.
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Sets the (K,) learning rates, from the next step on.
+
+        A member with 0 has stopped: its weights and state stay as they are, bit by bit, also if its loss is NaN, and
+        nothing is compiled anew.
 
         Raises:
-            ValueError: it is negative or not finite.
+            ValueError: there are not K rates of 0 or more.
         """
-        self._factor.copy_(_rates("factor", factor, ()))
-
-    def stop(self, member: int) -> None:
-        """Ends the training of one member: its weights stay as they are, bit by bit, and the others go on.
-
-        Its rate becomes 0, and nothing is compiled anew. So it is with a member whose loss is NaN.
-
-        Raises:
-            IndexError: there is no such member.
-        """
-        self._rates[range(len(self.networks))[member]] = 0.0
+        self._rates.copy_(_checked(rates, len(self.networks)))
 
     @torch.no_grad()
     def unstack(self) -> list[nn.Module]:
@@ -201,27 +194,18 @@ class Stack:
             ValueError: it is of another stack, or has a rate that is none; nothing was written.
         """
         own = dict(self._tensors())
-        for name in [*own, *state]:
-            here, there = (
-                str(tuple(each[name].shape)) if name in each else "not there"
-                for each in (own, state)
+        here, there = ({k: each.shape for k, each in of.items()} for of in (own, state))
+        if here != there:
+            raise ValueError(
+                "this is a state of another stack: give one of the same networks and optimizer"
             )
-            if here != there:
-                raise ValueError(
-                    f"'{name}' is {there} in the state and {here} in the stack: give a state of the same networks "
-                    "and optimizer"
-                )
-        for name in ("rates", "factor"):
-            _rates(name, state[name], own[name].shape)
+        # Population-based training writes rates into a state.
+        _checked(state["rates"], len(self.networks))
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (
-            ("step", self._count),
-            ("rates", self._rates),
-            ("factor", self._factor),
-        )
+        yield from (("step", self._count), ("rates", self._rates))
         for name, states in self._states.items():
             yield name, self._values[name]
             for number, each in enumerate(states):
@@ -287,19 +271,15 @@ class Stack:
                     "networks in one nn.ModuleList, by adopt"
                 )
                 raise ValueError(line(name, rest))
-        found = difference(before, form(self._member.network))
-        if found is not None:
-            path, first, after = found
-            rest = (
-                f" is written by forward, {first} before and {after} after: make it in __init__, return it, or give it "
-                "to the step"
-            )
+        path = difference(before, form(self._member.network))
+        if path:
+            rest = " is written by forward: make it in __init__, return it, or give it to the step"
             raise ValueError(line(path, rest))
 
     def _made(self) -> Callable[..., Any]:
         """Returns the step as a function of a batch, which reads nothing of this object."""
         member = self._member
-        count, rates, factor = self._count, self._rates, self._factor
+        count, rates = self._count, self._rates
         values, states, choices = self._values, self._states, self._choices
 
         def one(values: dict[str, Tensor], *batch: Tensor) -> Tensor:
@@ -316,7 +296,7 @@ class Stack:
             for name, state in states.items():
                 wide = [len(rates)] + [1] * (values[name].dim() - 1)
                 live = (rates != 0).view(wide)
-                clock = _Clock(count, (rates * factor).view(wide), live)
+                clock = _Clock(count, rates.view(wide), live)
                 parts.append(StepPart(values[name], state, choices[name], clock))
             _, losses = trained(forward, batch, parts, count)
             return losses  # type: ignore[no-any-return]
@@ -396,18 +376,9 @@ class _Reads(TorchFunctionMode):
             name = self._names.get(id(weight), "a table")
             _check_range(ids, len(weight), name)
             self.look_ups.append((ids, len(weight), name))
-        return look_up(_Rows(weight), named, ids, func is F.embedding_bag)
-
-
-class _Rows(NamedTuple):
-    """A table of all members inside vmap."""
-
-    weight: Tensor
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Returns rows (n, D) for the ids (n,)."""
         # F.embedding would turn (K, V, D) into (V, K x D) and back in each step.
-        return self.weight.index_select(0, ids)
+        read = partial(weight.index_select, 0)
+        return look_up(read, named, ids, func is F.embedding_bag)
 
 
 def _without_values(module: nn.Module) -> nn.Module:
@@ -421,12 +392,16 @@ def _without_values(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _rates(name: str, rates: Any, shape: Sequence[int]) -> Tensor:
-    """Returns rates, or the factor of all, as a tensor of a shape."""
-    numbers = torch.as_tensor(rates, dtype=torch.float32)
-    if numbers.shape != shape or not ((numbers >= 0) & numbers.isfinite()).all():
+def _checked(rates: Any, count: int) -> Tensor:
+    """Returns learning rates as a tensor."""
+    try:
+        numbers = torch.as_tensor(rates, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        # Refused below.
+        numbers = torch.empty(0)
+    if numbers.shape != (count,) or not ((numbers >= 0) & numbers.isfinite()).all():
         raise ValueError(
-            f"{name}={rates!r:.60}: must be a finite number of 0 or more for each of the shape {tuple(shape)}"
+            f"rates={rates!r:.60}: must be {count} finite numbers of 0 or more"
         )
     return numbers
 

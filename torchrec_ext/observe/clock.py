@@ -118,12 +118,6 @@ def _busy(path: str) -> _Busy | None:
             # user, nice, system, idle, iowait, irq, softirq, steal: all but the two
             # that wait
             ticks += sum(map(int, (*values[:3], *values[5:8])))
-    return _Busy(
-        time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), process_seconds()
-    )
-
-
-def process_seconds() -> float:
-    """Returns the seconds that this process and its children have computed."""
-    # user, system, children_user, children_system
-    return sum(os.times()[:4])
+    # of this process and its children: user, system, children_user, children_system
+    own = sum(os.times()[:4])
+    return _Busy(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), own)
