@@ -214,17 +214,12 @@ def _check_local_steps(job: Job, runtime: Runtime) -> None:
 def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan and its explanation."""
     rows = job.loader.rank_rows(runtime.world_size)
-    constraints = small_tables_whole(model, runtime, job.plan, job.optimizer, job.sync)
+    config = small_tables_whole(model, runtime, job.plan, job.optimizer, job.sync)
     plan = plan_sharding(
-        model,
-        runtime,
-        job.plan,
-        optimizer=job.optimizer,
-        batch_size=rows,
-        constraints=constraints,
+        model, runtime, config, optimizer=job.optimizer, batch_size=rows
     )
     text = explain(plan, model, runtime.world_size, optimizer=job.optimizer)
-    return plan, f"{text}\n{SMALL_NOTE}" if constraints else text
+    return plan, text if config is job.plan else f"{text}\n{SMALL_NOTE}"
 
 
 def shard_job(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -38,14 +37,11 @@ from torchrec_ext.distributed.plan.explain import size_text, table_bytes
 from torchrec_ext.distributed.plan.storage import TableStorage, state_storage
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import (
-    BY_HOST,
-    free_to_shard,
     possible,
     refused_because,
     sharders,
 )
 from torchrec_ext.distributed.tables import tables_of
-from torchrec_ext.schema.validation import listed
 
 
 class PlanError(ValueError):
@@ -66,7 +62,6 @@ class Request(NamedTuple):
         runtime: Runtime,
         config: PlanConfig,
         optimizer: OptimizerConfig,
-        constraints: Mapping[str, ParameterConstraints],
     ) -> Request:
         """Builds the request for all tables of ``model``.
 
@@ -75,20 +70,13 @@ class Request(NamedTuple):
             runtime: description of the ranks.
             config: sharding types.
             optimizer: optimizers of the tables.
-            constraints: TorchRec's constraints by table name, in place of those of ``config``.
 
         Raises:
             PlanError: a table cannot be sharded as asked on these ranks.
         """
         tables = tables_of(model)
         choices = declare_table_optimizer(model, optimizer)
-        names = [table.name for table in tables]
-        asked = config.choices(names)
-        for name in constraints:
-            if name not in asked:
-                raise PlanError(
-                    f"constraints: '{name}' is no table of the model; its tables are {listed(names)}"
-                )
+        asked = config.choices([table.name for table in tables])
         kinds = {}
         for name, choice in asked.items():
             kinds[name] = choice.sharding
@@ -97,14 +85,11 @@ class Request(NamedTuple):
             if (choice.sharding, choice.kernel) == ("auto", "dense"):
                 kinds[name] = "data_parallel"
         types = shardings(tables, choices, kinds, runtime.device.type)
-        by_host = not set(BY_HOST).isdisjoint(types.values())
-        derived: dict[str, ParameterConstraints] = {}
+        constraints = {}
         for table in tables:
             choice = asked[table.name]._replace(sharding=types[table.name])
-            constraint = _constraint(table, choice, runtime, by_host=by_host)
-            if constraint is not None:
-                derived[table.name] = constraint
-        return cls(tables, choices, {**derived, **constraints})
+            constraints[table.name] = _constraint(table, choice, runtime)
+        return cls(tables, choices, constraints)
 
 
 def draft(
@@ -143,18 +128,14 @@ def draft(
     # TorchRec logs it by the root logger, whose other messages are the user's.
     logging.getLogger().addFilter(_not_of_replicated_tables)
     try:
-        requested_types: set[str] = set()
-        for constraint in request.constraints.values():
-            requested_types.update(constraint.sharding_types or ())
-        by_host = not requested_types.isdisjoint(BY_HOST)
-        return planner.plan(model, sharders(by_host=by_host))
+        return planner.plan(model, sharders())
     except PlannerError as error:
         raise PlanError(_refusal(error, request, topology)) from None
     except RuntimeError as error:
-        # Of a kernel that the device or the sharding type has not.
+        # Most are of a kernel that the device or the sharding type has not.
         first = str(error).strip().partition(". ")[0]
         raise PlanError(
-            f"{first[:130]}; choose another plan.sharding or plan.kernel"
+            f"TorchRec's planner: {first[:120]}; another plan.sharding or plan.kernel may fit"
         ) from None
     finally:
         logging.getLogger().removeFilter(_not_of_replicated_tables)
@@ -193,10 +174,8 @@ def _constraint(
     table: BaseEmbeddingConfig,
     request: TableChoice,
     runtime: Runtime,
-    *,
-    by_host: bool,
-) -> ParameterConstraints | None:
-    """Returns the planner's constraints for a table; None if nothing is requested and every type is possible.
+) -> ParameterConstraints:
+    """Returns the planner's constraints for a table.
 
     A column-wise type sets a minimal width too: else TorchRec leaves a table of up to 128 columns whole.
 
@@ -204,7 +183,6 @@ def _constraint(
         table: configuration of the table.
         request: sharding type and kernel, ``auto`` included.
         runtime: description of the ranks.
-        by_host: whether some table is sharded by host, so that the sharder offers these types on a CPU.
     """
     sharding = request.sharding
     device = runtime.device.type
@@ -220,12 +198,10 @@ def _constraint(
         kernel["cache_params"] = CacheParams(load_factor=request.cache_load_factor)
     if sharding == "auto":
         types = possible(table, device)
-        if request.kernel not in ("auto", "dense"):
-            types = [kind for kind in free_to_shard(device) if kind != "grid_shard"]
-        elif types is None and by_host and device == "cpu":
-            types = [*free_to_shard(device), "data_parallel"]
-        if types is None and not kernel:
-            return None
+        if request.kernel != "auto":
+            types = [
+                kind for kind in types if kind not in ("data_parallel", "grid_shard")
+            ]
         return ParameterConstraints(sharding_types=types, **kernel)
     pieces = 1
     over = "ranks"

@@ -1,13 +1,12 @@
 """plan_sharding(): TorchRec's planner on the devices of this job.
 
-small_tables_whole(): constraints by which tables that are small all together are on every rank, where it is free.
+small_tables_whole(): settings by which tables that are small all together are on every rank, where it is free.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.remote_device import _remote_device
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
@@ -50,7 +49,6 @@ def plan_sharding(
     *,
     optimizer: OptimizerConfig | None = None,
     batch_size: int = 512,
-    constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> ShardingPlan:
     """Plans the sharding of ``model`` on the ranks of this job with TorchRec's planner. Collective.
 
@@ -62,16 +60,13 @@ def plan_sharding(
         config: sharding types and memory.
         optimizer: optimizers of the tables, whose state takes memory too; those given to :func:`hybrid_parallel`.
         batch_size: rows per rank and step, for the cost model.
-        constraints: TorchRec's own constraints by table name, in place of what ``config`` says of the table.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked.
     """
     config = config or PlanConfig()
     # On all ranks: settings that cannot be are the same error everywhere.
-    request = Request.of(
-        model, runtime, config, optimizer or OptimizerConfig(), constraints or {}
-    )
+    request = Request.of(model, runtime, config, optimizer or OptimizerConfig())
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other
     # ranks waiting where it fails.
@@ -120,8 +115,8 @@ def small_tables_whole(
     config: PlanConfig,
     optimizer: OptimizerConfig,
     sync: SyncConfig | None = None,
-) -> dict[str, ParameterConstraints]:
-    """Returns constraints that replicate every table if all together have few weights.
+) -> PlanConfig:
+    """Returns settings that replicate every table if all together have few weights.
 
     TorchRec's cost model counts bytes, and so shards tables whatever their size. On a CPU a step without exchanges is
     faster as long as all gradients together travel in about the time of the messages that it saves.
@@ -134,8 +129,8 @@ def small_tables_whole(
         sync: what ranks exchange; the rule was measured for gradients exchanged in every step, the default.
 
     Returns:
-        Constraints for :func:`plan_sharding`; none if a table is large, asked for otherwise, or cannot be on every
-        rank, or where there is one rank or a GPU.
+        ``config`` with these settings; as it is if a table is large, asked for otherwise, or cannot be on every rank,
+        or where there is one rank or a GPU.
     """
     tables = tables_of(model)
     replicated = ShardingType.DATA_PARALLEL.value
@@ -153,9 +148,8 @@ def small_tables_whole(
         or weights > SMALL_WEIGHTS
         or not (free and possible)
     ):
-        return {}
-    constraint = ParameterConstraints(sharding_types=[replicated])
-    return {table.name: constraint for table in tables}
+        return config
+    return dataclasses.replace(config, sharding="data_parallel")
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
