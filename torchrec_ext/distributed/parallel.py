@@ -11,7 +11,6 @@ from the same step of a run that went on.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,7 +50,7 @@ from torchrec_ext.distributed.runtime import (
     gather_objects,
     refuse_differences,
 )
-from torchrec_ext.distributed.sharders import Codecs, sharders
+from torchrec_ext.distributed.sharders import sharders
 from torchrec_ext.distributed.shared_memory.sharing import sharing_as_all_ranks_do
 from torchrec_ext.distributed.tables import (
     collections,
@@ -93,7 +92,6 @@ def hybrid_parallel(
     plan: ShardingPlan | PlanConfig | None = None,
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
-    codecs: Codecs | None = None,
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
 
@@ -103,12 +101,9 @@ def hybrid_parallel(
             0, as its dense layers, are copied to all ranks.
         runtime: this process's rank and device.
         plan: TorchRec's sharding plan, or settings by which :func:`plan_sharding` makes one; by default its own.
-        optimizer: optimizers and learning rates. Where not given, :class:`OptimizerConfig`'s defaults, which a line of
-            the log names.
+        optimizer: optimizers and learning rates; by default :class:`OptimizerConfig`'s.
         seed: seed of the drawn tables' initial values, which depend on it and the table's name alone, not on the plan
             and not on the ranks.
-        codecs: TorchRec's codecs of quantised communication by exchange, as its ``get_qcomm_codecs_registry`` makes
-            them; None for float32.
 
     Returns:
         TorchRec's DistributedModelParallel, and one optimizer for all of it, for a loop of your own or any of
@@ -129,10 +124,7 @@ def hybrid_parallel(
             "holds the tables and layers"
         )
     _refuse_differences(model, runtime, optimizer, plan, seed)
-    if optimizer is None:
-        optimizer = OptimizerConfig()
-        if runtime.is_main:
-            _log_defaults(model, optimizer)
+    optimizer = optimizer or OptimizerConfig()
     if not isinstance(plan, ShardingPlan):
         plan = plan_sharding(model, runtime, plan, optimizer=optimizer)
     _refuse_other_tables(model, plan)
@@ -146,7 +138,7 @@ def hybrid_parallel(
             model,
             device=runtime.device,
             plan=plan,
-            sharders=sharders(codecs),
+            sharders=sharders(),
         )
     # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
     skip_fx_notice()
@@ -251,23 +243,6 @@ def _ddp_notice_ignored() -> Iterator[None]:
             category=FutureWarning,
         )
         yield
-
-
-def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
-    tables = [table.name for table in tables_of(model)]
-    defaults = []
-    if tables:
-        defaults.append(
-            f"table(s) {listed(tables)}: {optimizer.tables} at {optimizer.tables_lr:g}"
-        )
-    if dense_layers(model):
-        defaults.append(f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}")
-    if defaults:
-        logging.getLogger(__name__).warning(
-            "hybrid_parallel() was given no optimizer=, so it takes the defaults, %s; give "
-            "optimizer=OptimizerConfig(...)",
-            "; ".join(defaults),
-        )
 
 
 def dense_layers(model: nn.Module) -> list[str]:

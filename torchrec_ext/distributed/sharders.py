@@ -37,7 +37,6 @@ from torchrec.distributed.types import (
     Awaitable,
     ModuleSharder,
     ParameterSharding,
-    QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
 )
@@ -67,7 +66,6 @@ SHARDED = [
 BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 # These types reduce-scatter: the exchange adds up the messages of the ranks.
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
-Codecs = dict[str, QuantizedCommCodecs]
 
 
 def refused_because(
@@ -105,16 +103,19 @@ def refused_because(
     return None
 
 
-def possible(table: BaseEmbeddingConfig, device: str) -> list[str]:
-    """Returns the sharding types of a table for ``auto`` to choose from on ``cpu`` or ``cuda``.
+def possible(table: BaseEmbeddingConfig, device: str) -> list[str] | None:
+    """Returns the sharding types for ``auto`` to choose from for ``table``; None for all types of the sharder."""
+    if refused_because(table, ShardingType.DATA_PARALLEL.value, device) is None:
+        return None
+    return free_to_shard(device)
+
+
+def free_to_shard(device: str) -> list[str]:
+    """Returns the types for a planner on ``cpu`` or ``cuda`` to choose from if none is requested.
 
     On a CPU these are without the types by host, whose one gain is the bandwidth within a host of GPUs.
     """
-    types = [kind for kind in SHARDED if device != "cpu" or kind not in BY_HOST]
-    replicated = ShardingType.DATA_PARALLEL.value
-    if refused_because(table, replicated, device) is None:
-        types.append(replicated)
-    return types
+    return [kind for kind in SHARDED if device != "cpu" or kind not in BY_HOST]
 
 
 class _AsUnsharded:
@@ -319,9 +320,9 @@ def _refuse_unequal_batches(_: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 class RowWiseOnCpu(BaseEmbeddingSharder):
-    """Mix-in to make our sharded modules, and to add row-wise types to those of a sharder on the CPU.
+    """Mix-in to make our sharded modules, and to add row_wise to the sharding types of a sharder on the CPU.
 
-    TorchRec's kernels and collectives support them there, its own list leaves them out (torchrec #1252, #1396).
+    TorchRec's kernels and collectives support it there, its own list leaves it out (torchrec #1252, #1396).
     """
 
     adds: tuple[str, ...] = (ShardingType.ROW_WISE.value,)
@@ -329,7 +330,7 @@ class RowWiseOnCpu(BaseEmbeddingSharder):
     option = ""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the sharding types for a device type, ``adds`` among them."""
+        """Returns the sharding types for a device type, row_wise among them."""
         types: list[str] = super().sharding_types(compute_device_type)
         return [*types, *(kind for kind in self.adds if kind not in types)]
 
@@ -355,10 +356,20 @@ class RowWiseOnCpu(BaseEmbeddingSharder):
 
 
 class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
-    """TorchRec's sharder of EmbeddingBagCollection, with all row-wise types on the CPU; makes :class:`ShardedBags`."""
+    """TorchRec's sharder of EmbeddingBagCollection, with row_wise on the CPU too; makes :class:`ShardedBags`.
 
-    adds = SUMMED
+    Args:
+        by_host: whether a planner may choose the types by host on a CPU, where the tables' constraints name them.
+        arguments: arguments of TorchRec's sharder.
+        named: further arguments of TorchRec's sharder.
+    """
+
     option = "sharded_module_order_overwrite"
+
+    def __init__(self, *arguments: Any, by_host: bool = False, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if by_host:
+            self.adds = SUMMED
 
     @property
     def sharded_module_type(self) -> type[ShardedBags]:
@@ -377,9 +388,10 @@ class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
         return ShardedSequences
 
 
-def sharders(codecs: Codecs | None = None) -> list[ModuleSharder[nn.Module]]:
-    """Returns a sharder for every kind of collection in a tower, with TorchRec's codecs of quantised communication."""
-    return [
-        BagSharder(qcomm_codecs_registry=codecs),
-        SequenceSharder(qcomm_codecs_registry=codecs),
-    ]
+def sharders(*, by_host: bool = False) -> list[ModuleSharder[nn.Module]]:
+    """Returns a sharder for every kind of collection in a tower.
+
+    Args:
+        by_host: whether a planner may choose the types by host on a CPU, where the tables' constraints name them.
+    """
+    return [BagSharder(by_host=by_host), SequenceSharder()]

@@ -22,7 +22,6 @@ from torchrec_ext.distributed.sync_config import check_local_steps
 # A module that is not sharded needs no TorchRec.
 if TYPE_CHECKING:
     from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.optim.keyed import KeyedOptimizer
 
     from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 
@@ -512,7 +511,7 @@ class LocalSGD(EveryStep):
 
 
 def synchronised(
-    model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
+    model: nn.Module, optimizer: HybridOptimizer, config: SyncConfig
 ) -> EveryStep:
     """Returns the context manager of ``config.mode`` for a model and its optimizer.
 
@@ -520,17 +519,9 @@ def synchronised(
         model: sharded model from :func:`hybrid_parallel`.
         optimizer: optimizer from :func:`hybrid_parallel`.
         config: mode and its settings.
-
-    Raises:
-        ValueError: the mode cannot run this model or optimizer.
     """
     if not config.takes_local_steps:
         return EveryStep()
-    if not (_is_sharded(model) and _is_hybrid(optimizer)):
-        types = f"{type(model).__name__} with {type(optimizer).__name__}"
-        raise ValueError(
-            f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {types}"
-        )
     return LocalSGD(
         model,
         optimizer,

@@ -94,7 +94,6 @@ class Choice:
         betas: decay rates of Adam's first and second moment.
         weight_decay: decoupled weight decay, AdamW's.
         l2: factor of the squared norm added to the loss; ``adam`` only.
-        decays_all_rows: whether rows of a table without a gradient decay too, as torch's AdamW has it.
     """
 
     kind: str
@@ -103,7 +102,6 @@ class Choice:
     betas: tuple[float, float]
     weight_decay: float
     l2: float = 0.0
-    decays_all_rows: bool = False
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {"lr": self.lr}

@@ -37,6 +37,8 @@ from torchrec_ext.distributed.plan.explain import size_text, table_bytes
 from torchrec_ext.distributed.plan.storage import TableStorage, state_storage
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import (
+    BY_HOST,
+    free_to_shard,
     possible,
     refused_because,
     sharders,
@@ -85,10 +87,13 @@ class Request(NamedTuple):
             if (choice.sharding, choice.kernel) == ("auto", "dense"):
                 kinds[name] = "data_parallel"
         types = shardings(tables, choices, kinds, runtime.device.type)
-        constraints = {}
+        by_host = not set(BY_HOST).isdisjoint(types.values())
+        constraints: dict[str, ParameterConstraints] = {}
         for table in tables:
             choice = asked[table.name]._replace(sharding=types[table.name])
-            constraints[table.name] = _constraint(table, choice, runtime)
+            constraint = _constraint(table, choice, runtime, by_host=by_host)
+            if constraint is not None:
+                constraints[table.name] = constraint
         return cls(tables, choices, constraints)
 
 
@@ -128,7 +133,11 @@ def draft(
     # TorchRec logs it by the root logger, whose other messages are the user's.
     logging.getLogger().addFilter(_not_of_replicated_tables)
     try:
-        return planner.plan(model, sharders())
+        requested_types: set[str] = set()
+        for constraint in request.constraints.values():
+            requested_types.update(constraint.sharding_types or ())
+        by_host = not requested_types.isdisjoint(BY_HOST)
+        return planner.plan(model, sharders(by_host=by_host))
     except PlannerError as error:
         raise PlanError(_refusal(error, request, topology)) from None
     except RuntimeError as error:
@@ -174,8 +183,10 @@ def _constraint(
     table: BaseEmbeddingConfig,
     request: TableChoice,
     runtime: Runtime,
-) -> ParameterConstraints:
-    """Returns the planner's constraints for a table.
+    *,
+    by_host: bool,
+) -> ParameterConstraints | None:
+    """Returns the planner's constraints for a table; None if nothing is requested and every type is possible.
 
     A column-wise type sets a minimal width too: else TorchRec leaves a table of up to 128 columns whole.
 
@@ -183,6 +194,7 @@ def _constraint(
         table: configuration of the table.
         request: sharding type and kernel, ``auto`` included.
         runtime: description of the ranks.
+        by_host: whether some table is sharded by host, so that the sharder offers these types on a CPU.
     """
     sharding = request.sharding
     device = runtime.device.type
@@ -198,10 +210,12 @@ def _constraint(
         kernel["cache_params"] = CacheParams(load_factor=request.cache_load_factor)
     if sharding == "auto":
         types = possible(table, device)
-        if request.kernel != "auto":
-            types = [
-                kind for kind in types if kind not in ("data_parallel", "grid_shard")
-            ]
+        if request.kernel not in ("auto", "dense"):
+            types = [kind for kind in free_to_shard(device) if kind != "grid_shard"]
+        elif types is None and by_host and device == "cpu":
+            types = [*free_to_shard(device), "data_parallel"]
+        if types is None and not kernel:
+            return None
         return ParameterConstraints(sharding_types=types, **kernel)
     pieces = 1
     over = "ranks"

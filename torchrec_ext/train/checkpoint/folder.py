@@ -167,9 +167,9 @@ class CheckpointFolder:
 
     def prune(self, keep: int) -> None:
         """Removes all checkpoints except the newest ``keep`` and the best."""
-        best = self.best() or {"step": None}
+        best = self.best()
         for step in self.steps()[keep:]:
-            if step != best["step"]:
+            if step != best:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
@@ -202,12 +202,13 @@ class CheckpointFolder:
         steps = ", ".join(f"{newer:,}" for newer in sorted(ahead))
         return f"set aside: the checkpoints of step {steps}, ahead of step {step:,}, are {self.address}/aside-*"
 
-    def mark_best(self, figures: Mapping[str, Any] | None) -> None:
-        """Marks the checkpoint of the best evaluation: its ``step``, and its figures; None for none."""
-        self.write(f"{self.address}/{_BEST_NAME}", f"{json.dumps(figures)}\n".encode())
+    def mark_best(self, step: int | None) -> None:
+        """Marks the checkpoint of the best evaluation; None for none."""
+        mark = json.dumps({"step": step})
+        self.write(f"{self.address}/{_BEST_NAME}", f"{mark}\n".encode())
 
-    def best(self) -> dict[str, Any] | None:
-        """Returns what :meth:`mark_best` has marked; None if it is nothing, or damaged."""
+    def best(self) -> int | None:
+        """Returns the step that :meth:`mark_best` has marked; None if it is none, or damaged."""
         mark = None
         # Behind an address there is no atomic write, so a mark may be cut short.
         with (
@@ -215,7 +216,7 @@ class CheckpointFolder:
             _open(self.files, f"{self.address}/{_BEST_NAME}") as stream,
         ):
             mark = json.loads(stream.read())
-        return mark if isinstance(mark, dict) and "step" in mark else None
+        return mark.get("step") if isinstance(mark, dict) else None
 
     def write(self, path: str, content: bytes) -> None:
         """Writes a file below the folder, atomically in a local one."""

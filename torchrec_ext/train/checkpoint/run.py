@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import ResumableLoader
-from torchrec_ext.distributed.runtime import Runtime, gather_objects
+from torchrec_ext.distributed.runtime import gather_objects
 from torchrec_ext.sealed import package_versions
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
@@ -28,8 +28,9 @@ from torchrec_ext.train.checkpoint.folder import (
 from torchrec_ext.train.checkpoint.load import load_checkpoint, load_tensors
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
-from torchrec_ext.train.early_stop import EarlyStopWatch
-from torchrec_ext.train.report.progress import Window
+
+if TYPE_CHECKING:
+    from torchrec_ext.train.loop import TrainingRun
 
 
 @dataclass
@@ -55,52 +56,6 @@ class Position:
         self.epoch = epoch
         self.done = 0
         self.ended = False
-
-
-class DynamicLoader(Protocol):
-    """A loader with dynamic ids, such as a DynamicIdLoader."""
-
-    def load_ids(self, state: Mapping[str, Any]) -> None:
-        """Continues with the ids of a loader's state."""
-
-
-@runtime_checkable
-class ResumableObserver(Protocol):
-    """An observer of steps whose sums since the last record go on after a resume; they are equal on all ranks."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the sums, for JSON."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues with sums of :meth:`state_dict`."""
-
-
-class CheckpointedRun(Protocol):
-    """The parts of a run saved in a checkpoint."""
-
-    model: nn.Module
-    optimizer: KeyedOptimizer
-    runtime: Runtime
-    at: Position
-
-    def settle(self) -> None:
-        """Completes deferred work, so that the state is equal on all ranks and safe to save; all ranks call it."""
-
-    @property
-    def loader(self) -> Any:
-        """The loader of the training batches."""
-
-    @property
-    def watch(self) -> EarlyStopWatch:
-        """The state of early stopping."""
-
-    @property
-    def window(self) -> Window:
-        """The sums of the next record."""
-
-    @property
-    def observer(self) -> Any:
-        """The observer of the steps, a :class:`ResumableObserver` if it has sums; None without one."""
 
 
 class RunCheckpoints:
@@ -154,7 +109,7 @@ class RunCheckpoints:
         folder = self._checkpointer.folder
         return next(map(folder.path, folder.steps()), "")
 
-    def restore(self, run: CheckpointedRun) -> Position:
+    def restore(self, run: TrainingRun) -> Position:
         """Loads the checkpoint to begin from, if there is one, and returns the position of the run.
 
         Raises:
@@ -173,7 +128,7 @@ class RunCheckpoints:
         content = checkpointer.load(self._resume, state)["content"]
         position = Position(**content["position"])
         run.watch.load_state_dict(content["watch"])
-        if isinstance(run.observer, ResumableObserver) and content["observer"]:
+        if content["observer"] and hasattr(run.observer, "load_state_dict"):
             run.observer.load_state_dict(content["observer"])
         _restore_rank(content["ranks"], run)
         try:
@@ -190,27 +145,27 @@ class RunCheckpoints:
             )
         return position
 
-    def after_step(self, run: CheckpointedRun) -> None:
+    def after_step(self, run: TrainingRun) -> None:
         """Saves a checkpoint if one is due after this step."""
         if _is_due(run.at.step, self._config.steps):
             self.save(run)
 
-    def before_evaluation(self, run: CheckpointedRun, *, last: bool) -> None:
+    def before_evaluation(self, run: TrainingRun, *, last: bool) -> None:
         """Saves if a checkpoint is due or in the ``last`` epoch, because an evaluation may take long and be stopped.
 
         A run resumed from here evaluates first.
         """
         self._save_if_due(run, wanted=last)
 
-    def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
+    def after_epoch(self, run: TrainingRun, *, last: bool, best: bool) -> None:
         """Saves if a checkpoint is due, or after the ``last`` epoch; marks it if it is the ``best`` so far.
 
         A checkpoint saved before the evaluation is not saved again: a run that goes on from it evaluates once more.
         """
         if self._save_if_due(run, wanted=last or best) and best:
-            self._checkpointer.mark_best(run.at.step, run.watch.best or {})
+            self._checkpointer.mark_best(run.at.step)
 
-    def _save_if_due(self, run: CheckpointedRun, *, wanted: bool) -> bool:
+    def _save_if_due(self, run: TrainingRun, *, wanted: bool) -> bool:
         config = self._config
         saves = _is_due(run.at.epoch + 1, config.epochs) or _is_due(
             run.at.step, config.steps
@@ -245,13 +200,13 @@ class RunCheckpoints:
                 return True
         return False
 
-    def save(self, run: CheckpointedRun) -> None:
+    def save(self, run: TrainingRun) -> None:
         """Begins to save in the background, unless this step is saved already."""
         if self._last_saved_step == run.at.step:
             return
         run.settle()
         observer = None
-        if isinstance(run.observer, ResumableObserver):
+        if hasattr(run.observer, "state_dict"):
             observer = run.observer.state_dict()
         content = {
             **self._about,
@@ -278,9 +233,9 @@ def _is_due(number: int, every: int) -> bool:
 
 def _mark_again(folder: CheckpointFolder, best: Mapping[str, Any] | None) -> None:
     """Moves the mark to the best evaluation of a run that goes on, which a later one may have had."""
-    mark = best and {"step": best["best_step"], **best}
-    if folder.best() != mark:
-        folder.mark_best(mark)
+    step = best and best["best_step"]
+    if folder.best() != step:
+        folder.mark_best(step)
 
 
 def _parent(path: str) -> str:
@@ -288,7 +243,7 @@ def _parent(path: str) -> str:
     return path.rstrip("/").rpartition("/")[0]
 
 
-def _state_of_rank(run: CheckpointedRun) -> dict[str, Any]:
+def _state_of_rank(run: TrainingRun) -> dict[str, Any]:
     """Returns this rank's state: the random states for dropout, and the sums of the next record."""
     state = {"cpu": torch.get_rng_state(), "sums": run.window.sums.cpu()}
     if run.runtime.device.type == "cuda":
@@ -296,7 +251,7 @@ def _state_of_rank(run: CheckpointedRun) -> dict[str, Any]:
     return state
 
 
-def _restore_rank(saved: Sequence[Mapping[str, Tensor]], run: CheckpointedRun) -> None:
+def _restore_rank(saved: Sequence[Mapping[str, Tensor]], run: TrainingRun) -> None:
     """Restores this rank's state, given those of all ranks; another number of them shares the sums alone."""
     runtime = run.runtime
     sums = torch.stack([state["sums"] for state in saved])
@@ -323,7 +278,7 @@ def begin_with(
     together: CheckpointRanks,
     config: StartConfig,
     cold: Mapping[str, int],
-    loader: DynamicLoader | None = None,
+    loader: Any = None,
 ) -> str:
     """Loads the checkpoint at ``path``; returns a text about differences to the model; all ranks call it.
 
