@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
         first["ddp"]
         == "model: DistributedDataParallel averages gradients in every step; give its .module"
     )
-    assert first["empty"].startswith("model: ReLU has no parameters")
+    assert first["empty"].startswith("optimizer: it moves no parameter of the model")
     assert first["other"].startswith(
         "optimizer: it moves no parameter of the model, a Net; give the one"
     )

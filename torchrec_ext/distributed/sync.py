@@ -149,19 +149,14 @@ class LocalOptimizers:
         dense_parameters: all other parameters that the optimizers move.
 
     Raises:
-        ValueError: the module is in DistributedDataParallel, has no parameters or none of the optimizer's, or there is
-            no process group.
+        ValueError: the module is in DistributedDataParallel, has none of the optimizer's parameters, or there is no
+            process group.
     """
 
     def __init__(self, model: nn.Module, optimizer: Stepping) -> None:
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
                 "model: DistributedDataParallel averages gradients in every step; give its .module"
-            )
-        if not any(True for _ in model.parameters()):
-            raise ValueError(
-                f"model: {type(model).__name__} has no parameters, so there is nothing to average; give the module "
-                "that is trained"
             )
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
@@ -305,8 +300,8 @@ class LocalSGD(EveryStep):
 
     Raises:
         ValueError: ``every`` is not a whole number of one step or more; a module that is not
-            sharded is in DistributedDataParallel, has no parameters or none of the optimizer's, is not the same on all
-            ranks, or has no process group; inside the context, the model is in another one, or ranks have other
+            sharded is in DistributedDataParallel, has none of the optimizer's parameters, is not the same on all ranks,
+            or has no process group; inside the context, the model is in another one, or ranks have other
             settings.
 
     Example::

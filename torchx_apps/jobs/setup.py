@@ -121,7 +121,13 @@ def build_model(job: Job, task: Task) -> nn.Module:
 
 def untrained_model(job: Job, task: Task) -> nn.Module:
     """Calls ``Job.build``; with dynamic ids a model's counts of items are those of its data, and no checkpoint's."""
-    model: nn.Module = job.build(job.model, data_for_build(job, task))
+    try:
+        model: nn.Module = job.build(job.model, data_for_build(job, task))
+    except ValueError as error:
+        # A module names its argument, which may be a setting by the same name.
+        if hasattr(job.model, str(error).partition("=")[0]):
+            raise ValueError(f"model.{error}") from None
+        raise
     # Another day's catalogue has other counts, of another size.
     if job.ids.features and isinstance(model, RetrievalModel):
         model.leave_out_counts()

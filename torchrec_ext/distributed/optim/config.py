@@ -63,12 +63,7 @@ class Override:
     @property
     def changes(self) -> dict[str, Any]:
         """What it changes, by field of :class:`Choice`."""
-        changes: dict[str, Any] = {}
-        for name in ("kind", *_NUMBERS):
-            value = getattr(self, name)
-            if value is not None:
-                changes[name] = value
-        return changes
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def _fits(pattern: str, name: str) -> bool:

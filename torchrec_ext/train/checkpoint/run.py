@@ -78,8 +78,11 @@ class RunCheckpoints:
     Args:
         checkpointer: writes and reads the checkpoints.
         config: epochs and steps between two checkpoints.
-        resume: path of the checkpoint to begin from; None starts a new run.
+        resume: path of the checkpoint to begin from, in the checkpointer's folder; None starts a new run.
         about: further entries of the manifest, ready for JSON, such as the job's settings.
+
+    Raises:
+        ValueError: ``resume`` is in another folder.
     """
 
     def __init__(
@@ -90,6 +93,11 @@ class RunCheckpoints:
         resume: str | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
+        folder = checkpointer.folder.address
+        if resume is not None and resume.rpartition("/")[0] != folder:
+            raise ValueError(
+                f"resume={resume[:60]!r}: a run goes on in its own folder, {folder[-60:]}; a new one takes begin_with"
+            )
         self._checkpointer = checkpointer
         self._config = config
         self._resume = resume
@@ -136,13 +144,10 @@ class RunCheckpoints:
         # The rest of the epoch would have other samples than the missing ones.
         except ValueError as error:
             raise ValueError(f"checkpoint '{self._resume}': {error}") from None
-        # Resumed in its own folder, the run need not save this step again; in another
-        # folder it must.
-        if _parent(self._resume) == checkpointer.folder.address:
-            self._last_saved_step = position.step
-            checkpointer.together.on_main(
-                lambda: _mark_again(checkpointer.folder, content["watch"]["best"])
-            )
+        self._last_saved_step = position.step
+        checkpointer.together.on_main(
+            lambda: _mark_again(checkpointer.folder, content["watch"]["best"])
+        )
         return position
 
     def after_step(self, run: TrainingRun) -> None:
@@ -180,24 +185,19 @@ class RunCheckpoints:
 
         Args:
             model: model from :func:`hybrid_parallel`, or unsharded.
-            step: step of a checkpoint in the run's folder, or in the folder that the run was resumed from.
+            step: step of a checkpoint.
         """
         checkpointer = self._checkpointer
         checkpointer.wait()
-        together = checkpointer.together
-        roots = [checkpointer.folder.address]
-        if self._resume:
-            roots.append(_parent(self._resume))
-        for root in roots:
-            folder = CheckpointFolder(root)
-            if step not in together.on_main(folder.steps):
-                continue
-            # On all ranks alike.
-            with suppress(CheckpointError):
-                saved = checkpointer.verified(folder.path(step))
-                # Without the optimizer, whose state has no use after the end of a run.
-                load_tensors(saved, model_state(model).tensors, together.group)
-                return True
+        together, folder = checkpointer.together, checkpointer.folder
+        if step not in together.on_main(folder.steps):
+            return False
+        # On all ranks alike.
+        with suppress(CheckpointError):
+            saved = checkpointer.verified(folder.path(step))
+            # Without the optimizer, whose state has no use after the end of a run.
+            load_tensors(saved, model_state(model).tensors, together.group)
+            return True
         return False
 
     def save(self, run: TrainingRun) -> None:
@@ -236,11 +236,6 @@ def _mark_again(folder: CheckpointFolder, best: Mapping[str, Any] | None) -> Non
     step = best and best["best_step"]
     if folder.best() != step:
         folder.mark_best(step)
-
-
-def _parent(path: str) -> str:
-    """Returns the folder of a checkpoint."""
-    return path.rstrip("/").rpartition("/")[0]
 
 
 def _state_of_rank(run: TrainingRun) -> dict[str, Any]:
