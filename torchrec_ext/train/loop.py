@@ -230,7 +230,6 @@ def train(
         while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
             run.end_epoch(evaluate)
-        run.steps.finish()
         run.restore_best()
         run.close()
     return run.records.history

@@ -192,7 +192,7 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
             name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim
         )
 
-    def plan(*tables: EmbeddingBagConfig, kind: Any = "sgd") -> None:
+    def plan(*tables: EmbeddingBagConfig) -> None:
         model = two_tower(list(tables), [table("b", 9)], device=META)
         gpus = Runtime(world_size=8, local_world_size=8, device=torch.device("cuda"))
         cached = PlanConfig(
@@ -201,7 +201,7 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
             cache_load_factor=0.1,
             memory_gb=1,
         )
-        plan_sharding(model, gpus, cached, optimizer=OptimizerConfig(tables=kind))
+        plan_sharding(model, gpus, cached, optimizer=OptimizerConfig(tables="sgd"))
 
     here = "torchrec_ext.distributed.plan.planner"
     with (
@@ -213,8 +213,6 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
         fault = r"no sharding plan fits 8 rank\(s\) of .* add ranks or plan\.memory_gb"
         with pytest.raises(PlanError, match=rf"{fault}$"):
             plan(*tables)
-        with pytest.raises(PlanError, match=rf"{fault}, or take row_wise_adagrad$"):
-            plan(*tables, kind="adagrad")
 
 
 def plan_text(runtime: Runtime, sharding: str) -> str:

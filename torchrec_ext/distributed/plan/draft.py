@@ -164,13 +164,10 @@ def _refusal(error: PlannerError, request: Request, topology: Topology) -> str:
         state = state_storage(request.choices[table.name], shape, "fused", "cpu")
         sizes[table.name] = table_bytes(table) + state.ddr
     largest = max(sizes, key=sizes.__getitem__)
-    of_largest = request.choices[largest].kind
-    small = ("sgd", "row_wise_adagrad")  # no state, and one number for each row
-    smaller = "" if of_largest in small else ", or take row_wise_adagrad"
     return (
         f"no sharding plan fits {topology.world_size} rank(s) of {size_text(storage.hbm or storage.ddr)}: tables with "
         f"state take {size_text(sum(sizes.values()))}, '{largest}' {size_text(sizes[largest])}; add ranks or "
-        f"plan.memory_gb{smaller}"
+        "plan.memory_gb"
     )
 
 

@@ -181,16 +181,6 @@ class Steps:
             self._policy.note(f"note: look-ups of ids are not compiled: {error}")
             return None
 
-    def finish(self) -> None:
-        """Reports the choice after the last step, if there were too few steps for a report before."""
-        policy = self._policy
-        if not policy.is_reported and policy.eager_seconds:
-            policy.reason = (
-                policy.reason
-                or f"{len(policy.eager_seconds):,} steps are too few to look at"
-            )
-            self._report()
-
     def settle(self) -> None:
         """Completes deferred updates: model and optimizer then equal those after the same number of eager steps."""
         if self._step is not None:
