@@ -285,12 +285,13 @@ class TrainingRun:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.loader = loader
+        # With checkpoints, one that can resume.
+        self.loader: Any = loader
         self.runtime = runtime
         self.config = config
         self.ranks = ranks
         self.checkpoints = checkpoints
-        self.observer = observer
+        self.observer: Any = observer
         self.watchdog = watchdog
         self.fresh_rows = fresh_rows
         total = config.epochs * len(loader)

@@ -233,7 +233,7 @@ def _is_due(number: int, every: int) -> bool:
 
 def _mark_again(folder: CheckpointFolder, best: Mapping[str, Any] | None) -> None:
     """Moves the mark to the best evaluation of a run that goes on, which a later one may have had."""
-    step = best and best["best_step"]
+    step = best["best_step"] if best else None
     if folder.best() != step:
         folder.mark_best(step)
 
