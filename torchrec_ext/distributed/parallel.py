@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -133,7 +132,18 @@ def hybrid_parallel(
     _refuse_without_kernel(model, plan, choices, runtime.device.type)
     layers = optimizer.for_layers(dense_layers(model))
     given = _given_rows(model, runtime)
-    with _ddp_notice_ignored(), sharing_as_all_ranks_do(), without_init_fn(model):
+    # TorchRec passes deprecated arguments, and calls deprecated collectives and
+    # ShardedTensor in every step, and its caller, who reads the sharded state too, cannot
+    # choose others. Of torch's, TorchRec's and our own modules alone, and at the end of
+    # the list: filters of the user's own come first.
+    deprecated = (
+        r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead|"
+        "`broadcast_buffers` is deprecated"
+    )
+    warnings.filterwarnings(
+        "ignore", deprecated, FutureWarning, module=r"torch(rec(_ext)?)?\.", append=True
+    )
+    with sharing_as_all_ranks_do(), without_init_fn(model):
         sharded = DistributedModelParallel(
             model,
             device=runtime.device,
@@ -142,16 +152,6 @@ def hybrid_parallel(
         )
     # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
     skip_fx_notice()
-    # TorchRec calls deprecated collectives and ShardedTensor in every step, and its
-    # caller, who reads the sharded state too, cannot choose others. Of torch's,
-    # TorchRec's and our own modules alone, and at the end of the list: filters of the
-    # user's own come first.
-    deprecated = (
-        r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead"
-    )
-    warnings.filterwarnings(
-        "ignore", deprecated, FutureWarning, module=r"torch(rec(_ext)?)?\.", append=True
-    )
     initialise_tables(sharded, seed, given)
     read_past_caches(sharded)
     settle_buckets(sharded)
@@ -231,18 +231,6 @@ def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
                 rows, src=0, group=group if rows.device.type == "cpu" else None
             )
     return given
-
-
-@contextmanager
-def _ddp_notice_ignored() -> Iterator[None]:
-    """Ignores DDP's FutureWarning on `broadcast_buffers`: TorchRec passes that argument, and its caller cannot."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore",
-            message="`broadcast_buffers` is deprecated",
-            category=FutureWarning,
-        )
-        yield
 
 
 def dense_layers(model: nn.Module) -> list[str]:
