@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -127,14 +127,6 @@ class Loader(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass."""
-
-
-@runtime_checkable
-class Reporting(Protocol):
-    """A loader or observer with figures of its own for each record, such as those of dynamic ids."""
-
-    def figures(self) -> dict[str, float]:
-        """Returns figures by name; collective."""
 
 
 def train(
@@ -415,7 +407,8 @@ class TrainingRun:
         self.guard.meet()
         record = self.records.stamped("train", **self.window.take())
         for source in (self.loader, self.observer):
-            if isinstance(source, Reporting):
+            # Those of dynamic ids, and of predictions before a step; collective.
+            if hasattr(source, "figures"):
                 record |= source.figures()
         if self.schedule:
             record |= rates(self.optimizer)

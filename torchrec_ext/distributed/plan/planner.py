@@ -5,6 +5,7 @@ small_tables_whole(): settings by which tables that are small all together are o
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 
@@ -21,13 +22,7 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    ModuleShardingPlan,
-    ShardingPlan,
-    ShardingType,
-)
+from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -39,7 +34,7 @@ from torchrec_ext.distributed.plan.draft import (
 from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sharders import refused_because
 from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.distributed.tables import tables_of
+from torchrec_ext.distributed.tables import table_shardings, tables_of
 
 
 def plan_sharding(
@@ -160,29 +155,13 @@ def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
     """
     if runtime.device.type == "cpu":
         return plan
-    return ShardingPlan(
-        {path: _on_own_device(module, runtime) for path, module in plan.plan.items()}
-    )
-
-
-def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleShardingPlan:
-    if not isinstance(plan, EmbeddingModuleShardingPlan):
-        return plan
-    shardings = {}
+    moved = copy.deepcopy(plan)
     device = _remote_device(f"rank:{runtime.rank}/{runtime.device}")
-    for name, sharding in plan.items():
-        spec = sharding.sharding_spec
-        if isinstance(spec, EnumerableShardingSpec):
-            shards = []
-            for shard in spec.shards:
-                if shard.placement.rank() == runtime.rank:
-                    shard = dataclasses.replace(shard, placement=device)
-                shards.append(shard)
-            sharding = dataclasses.replace(
-                sharding, sharding_spec=EnumerableShardingSpec(shards)
-            )
-        shardings[name] = sharding
-    return EmbeddingModuleShardingPlan(shardings)
+    for sharding in table_shardings(moved).values():
+        for shard in getattr(sharding.sharding_spec, "shards", ()):
+            if shard.placement.rank() == runtime.rank:
+                shard.placement = device
+    return moved
 
 
 def _topology(runtime: Runtime, capacity: int, host: int) -> Topology:
