@@ -236,8 +236,7 @@ class Steps:
             "eager_ms": policy.eager_s * 1e3,
             "message": policy.describe_eager(),
         }
-        # A run that ends with its last watched step has no captured one to time.
-        if self._step is not None and policy.captured_seconds:
+        if self._step is not None:
             eager = milliseconds(policy.eager_s)
             figures["captured"] = True
             figures["captured_ms"] = policy.captured_s * 1e3
