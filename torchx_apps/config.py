@@ -354,6 +354,8 @@ def _message(box: str) -> str:
     message = re.sub(
         r"^(Error parsing )?(job\.|value: |\w+Options: )?", "", " ".join(parts[0])
     )
+    # Some groups name themselves in their messages.
+    message = re.sub(r"^(\w+): \1\.", r"\1.", message)
     flags = []
     for line in parts[1] if len(parts) > 1 else []:
         if line.startswith("--"):

@@ -75,13 +75,21 @@ def kept(model: nn.Module) -> Weights:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    def step(*batch: Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(model)(*batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+class OwnStep:
+    """A plain step with the attributes of an adopted one."""
 
-    return step
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self.optimizers = (optimizer,)
+        self.after_step: list[Callable[[], None]] = []
+
+    def __call__(self, *batch: Tensor) -> None:
+        (optimizer,) = self.optimizers
+        optimizer.zero_grad()
+        loss_of(self._model)(*batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        for call in self.after_step:
+            call()
 
 
 DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -94,20 +102,16 @@ MODES: dict[
 }
 
 
-def ran(runtime: Runtime, name: str, *, captured: bool) -> tuple[Weights, str]:
+def ran(runtime: Runtime, name: str) -> tuple[Weights, str]:
     """The weights of a script of this rank, whose model begins with weights of its own."""
     optimizer_of, options = MODES[name]
     model = made(runtime.rank)
     optimizer = optimizer_of(model)
-    step: Any = (
-        adopt(model, optimizer, loss_of(model), compile="require")
-        if captured
-        else own_step(model, optimizer)
-    )
-    with LocalSGD(model, step if captured else optimizer, **options):
+    step = adopt(model, optimizer, loss_of(model), compile="require")
+    with LocalSGD(model, step, **options):
         for batch in batches(runtime.rank):
             step(*batch)
-    return kept(model), step.describe() if captured else ""
+    return kept(model), step.describe()
 
 
 def by_hand(name: str) -> Weights:
@@ -127,7 +131,7 @@ def by_hand(name: str) -> Weights:
     ]
     for number, pair in enumerate(zip(batches(0), batches(1), strict=True), 1):
         for replica, optimizer, batch in zip(replicas, optimizers, pair, strict=True):
-            own_step(replica, optimizer)(*batch)
+            OwnStep(replica, optimizer)(*batch)
         if number % options["every"] and number < STEPS:
             continue
         for start, *weights in zip(anchor, *both, strict=True):
@@ -148,10 +152,9 @@ def refusals(runtime: Runtime) -> dict[str, str]:
     """What a rank raises where ranks differ, and where arguments do not fit."""
     found = {}
     model = made()
-    optimizer = sgd(model)
-    step = own_step(model, optimizer)
+    step = OwnStep(model, sgd(model))
     try:
-        with LocalSGD(model, optimizer, every=2):
+        with LocalSGD(model, step, every=2):
             for batch in batches(0, 4 + runtime.rank):
                 step(*batch)
     except UnevenStepsError as error:
@@ -159,25 +162,24 @@ def refusals(runtime: Runtime) -> dict[str, str]:
     wider = nn.Linear(3 + runtime.rank, 1)
     other = nn.Linear(3, 1)
 
+    def local(module: nn.Module, every: Any) -> Any:
+        return LocalSGD(module, OwnStep(module, sgd(module)), every=every)
+
     def twice() -> None:
-        with LocalSGD(other, sgd(other), every=2):
-            LocalSGD(other, sgd(other), every=3).__enter__()
+        with local(other, 2):
+            local(other, 3).__enter__()
 
     for name, make in (
-        ("models", lambda: LocalSGD(wider, sgd(wider), every=2).__enter__()),
+        ("models", lambda: local(wider, 2).__enter__()),
         (
             "ddp",
-            lambda: LocalSGD(
-                nn.parallel.DistributedDataParallel(model), optimizer, every=2
-            ),
+            lambda: LocalSGD(nn.parallel.DistributedDataParallel(model), step, every=2),
         ),
-        ("empty", lambda: LocalSGD(nn.ReLU(), optimizer, every=2)),
-        ("other", lambda: LocalSGD(made(), optimizer, every=2)),
-        ("part", lambda: LocalSGD(other, sgd(other), every=1.5)),  # type: ignore[arg-type]
-        (
-            "settings",
-            lambda: LocalSGD(other, sgd(other), every=2 + runtime.rank).__enter__(),
-        ),
+        ("empty", lambda: LocalSGD(nn.ReLU(), step, every=2)),
+        ("other", lambda: LocalSGD(made(), step, every=2)),
+        ("optimizer", lambda: LocalSGD(model, sgd(model), every=2)),  # type: ignore[arg-type]
+        ("part", lambda: local(other, 1.5)),
+        ("settings", lambda: local(other, 2 + runtime.rank).__enter__()),
         ("twice", twice),
     ):
         try:
@@ -191,11 +193,7 @@ def of_rank(runtime: Runtime) -> dict[str, Any]:
     executors.compile_graph = lambda graph, examples: graph  # type: ignore[assignment]  # op by op
     torch.set_num_threads(1)
     return {
-        "captured": {name: ran(runtime, name, captured=True) for name in MODES},
-        "own": {
-            name: ran(runtime, name, captured=False)
-            for name in ("local sgd", "every step")
-        },
+        "captured": {name: ran(runtime, name) for name in MODES},
         "refused": refusals(runtime),
     }
 
@@ -226,15 +224,6 @@ def test_ranks_average_what_two_replicas_average_by_hand(
     assert farthest(kept(made()), first) > 0.01
 
 
-@pytest.mark.parametrize("name", ["local sgd", "every step"])
-def test_torchs_own_optimizer_is_averaged_too(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
-    (first, _), (second, _) = (rank["own"][name] for rank in ranks)
-    assert farthest(first, second) == 0
-    assert farthest(by_hand(name), first) < 1e-6
-
-
 def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["refused"] for rank in ranks)
     assert first == second
@@ -249,11 +238,12 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
         first["ddp"]
         == "model: DistributedDataParallel averages gradients in every step; give its .module"
     )
-    assert first["empty"].startswith("model: ReLU has no parameters")
+    assert first["empty"].startswith("optimizer: it moves no parameter of the model")
     assert first["other"].startswith(
         "optimizer: it moves no parameter of the model, a Net; give the one"
     )
     for name, told in (
+        ("optimizer", "optimizer: a SGD; give the step that adopt() returns, or take"),
         ("part", "every=1.5: must be a whole number of steps"),
         ("settings", "every: 2 on rank 0, 3 on rank 1; give all ranks the same"),
         ("twice", "model: its Linear is inside of another LocalSGD; leave that one"),
@@ -267,7 +257,7 @@ def test_without_a_process_group_it_says_how_to_have_one() -> None:
         ValueError,
         match=r"there is no process group; start the script by torchrun, inside Runtime",
     ):
-        LocalSGD(model, sgd(model), every=2)
+        LocalSGD(model, OwnStep(model, sgd(model)), every=2)
 
 
 @pytest.mark.slow

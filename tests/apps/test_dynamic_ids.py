@@ -18,14 +18,12 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle
 from torchrec_ext.retrieval.scorer import (
-    EmbedRequest,
     RecommendRequest,
     Scorer,
     ScoreRequest,
 )
-from torchrec_ext.retrieval.store import Store
 from torchrec_ext.train.checkpoint.storage import CheckpointError
-from torchx_apps import embed, export
+from torchx_apps import export
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.dynamic_ids import numbered
@@ -179,25 +177,6 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
     }
     assert [answer.user for answer in answers.values()] == ["known", "new", "new"]
     assert answers["new"].scores == answers["newer"].scores != answers["earlier"].scores
-    store = tmp_path / "users"
-    assert embed.main([str(second), "--tower=query", f"--out={store}"]) == 0
-    file = tmp_path / "earlier.parquet"
-    pq.write_table(
-        pa.table({"user_id": USERS[:1], "history": pa.array([[some[0]]])}), file
-    )
-    refresh = [
-        "--tower=query",
-        f"--refresh={store}",
-        f"--catalogue={file}",
-        "--id=user_id",
-    ]
-    assert embed.main([str(second), *refresh]) == 0
-    stored = Store.open(store).find(int(USERS[0]))
-    embedded = scorer.embed(
-        EmbedRequest(rows=[{"user_id": int(USERS[0]), "history": [some[0]]}])
-    )
-    assert embedded.unknown_features == [[]]
-    np.testing.assert_allclose(stored, embedded.vectors[0], atol=1e-6)
 
 
 @pytest.mark.slow
@@ -246,22 +225,6 @@ def test_a_training_without_dynamic_ids_gives_none_and_takes_none(
     dynamic = trained(tmp_path, "one", "dynamic", *same_rows)
     with pytest.raises(ValueError, match=r"column '\w+' had dynamic ids in training"):
         trained(tmp_path, "one", dynamic.name)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["ids.features.item_id.ttl=9"], "--ids.features.item_id.capacity"),
-        (["ids.features.item_id.capacity=1"], "capacity=1: must be 2 or more"),
-        (["ids.every=0"], "ids.every=0: must be 1 or more"),
-        (["ids.item_id.rows=3"], "Unrecognized options: --ids.item_id.rows, 3"),
-    ],
-)
-def test_a_wrong_setting_is_named(settings: list[str], words: str) -> None:
-    with pytest.raises(ValueError, match=r".") as error:
-        with_settings(load_recipe("two_tower"), settings)
-    assert words in str(error.value)
 
 
 @pytest.mark.unit

@@ -165,7 +165,7 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
         match=r"--checkpoint best: there is no such .* steps 3, 6; best is of runs with",
     ):
         found("best")
-    checkpointer.mark_best(3, {"best": 0.9})
+    checkpointer.mark_best(3)
     checkpointer.close()
     assert found(None) == found("best") == (3, "the best")
     assert found(None, restores=False) == found("last") == (6, "the last")
@@ -185,8 +185,12 @@ def test_a_run_that_failed_lets_its_folder_go(tmp_path: Path) -> None:
     """A notebook keeps an error with its frames, and so kept the folder's lock."""
     settings = [*SHORT, "train.epochs=1", "checkpoint.steps=5"]
     job = with_settings(load_recipe("two_tower"), settings)
-    watching = with_settings(job, ["train.early_stop.metric=auc"])
-    with pytest.raises(ValueError, match="has no such figure") as failed:
-        run_training(watching, tmp_path / "run")
+    given = with_settings(job, ["pretrained.nothing=nothing.parquet"])
+    with pytest.raises(ValueError, match="is no table of the model") as failed:
+        run_training(given, tmp_path / "run")
+    unwatched = with_settings(job, ["train.early_stop.metric=auc"])
+    with pytest.raises(ValueError, match="has no such figure"):
+        run_training(unwatched, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
     run_training(job, tmp_path / "run")
     assert failed.value.__traceback__ is not None

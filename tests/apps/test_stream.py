@@ -24,7 +24,6 @@ from tests.settings import with_settings
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.sets import load_set
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -36,7 +35,6 @@ from torchrec_ext.retrieval.scorer import (
     ScoreRequest,
 )
 from torchrec_ext.schema import DataError
-from torchrec_ext.train import metrics
 from torchx_apps.jobs.exporting import export_run
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model, load_task
@@ -44,7 +42,7 @@ from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 from torchx_apps.recipes.saved_job import saved_job
-from torchx_apps.tasks.evaluator import held_out_rows, question_of
+from torchx_apps.tasks.evaluator import held_out_rows
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.task import Task
 
@@ -404,46 +402,6 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
     for attempt in attempts:
         with pytest.raises(DataError, match=words):
             attempt()
-
-
-def brute_force(data: Prepared, held_out: Chunk, scores: np.ndarray[Any, Any]) -> float:
-    """HR@10 of held-out rows by hand: the items that the user clicked before are left out, and missed."""
-    pairs = set()
-    for split in ("train", "validation"):
-        rows = rows_of(data.folder, split)
-        columns = (rows[name].values for name in ("user_id", "item_id", "clicked"))
-        pairs |= {
-            (user, item)
-            for user, item, label in zip(*columns, strict=True)
-            if label and user
-        }
-    known = set(data.item_ids.tolist())
-    hits = 0
-    for row, (user, target) in enumerate(
-        zip(held_out["user_id"].values, held_out["item_id"].values, strict=True)
-    ):
-        rivals = [
-            item for item in known if item != target and (user, item) not in pairs
-        ]
-        better = sum(scores[row, item] > scores[row, target] for item in rivals)
-        # What the user has clicked before is not ranked, so it is missed.
-        hits += better < 10 and (user, target) not in pairs
-    return hits / held_out.num_rows
-
-
-def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
-    data = load_set(DataConfig(name=str(folder), ranked=90), "labels")
-    held_out = held_out_rows(data, "test")
-    assert 45 <= held_out.num_rows <= 90, "evenly spread over all positives"
-    assert held_out["clicked"].values.all()
-    scores = np.random.default_rng(0).normal(
-        size=(held_out.num_rows, data.vocab["item_id"])
-    )
-    question = question_of(data, "test", held_out, [("hr", 10)]).question
-    hits = question.hits(question.gains(torch.from_numpy(scores.copy()), 0, 10))
-    assert metrics.ranking_metrics(hits)["hr@10"] == pytest.approx(
-        brute_force(data, held_out, scores)
-    )
 
 
 def put(place: Path, name: str, *value: Any) -> None:

@@ -31,7 +31,6 @@ def adam(
         eps=eps,
         betas=betas,
         weight_decay=decay,
-        decays_all_rows=True,
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -221,7 +220,6 @@ def differing(runtime: Runtime) -> list[str]:
     rates = OptimizerConfig(tables="sgd", tables_lr=0.1 + rank)
     types = PLANS[1 + rank]
     whole = plan_sharding(own, runtime)
-    unknown = {"shops": ParameterConstraints(sharding_types=["row_wise"])}
     same = Net(META)
     same.tables = EmbeddingBagCollection(
         [dataclasses.replace(table, num_embeddings=9)], device=META
@@ -232,7 +230,6 @@ def differing(runtime: Runtime) -> list[str]:
         lambda: shard(own, runtime, types),
         lambda: shard(own, runtime, PLANS[1], seed=rank),
         lambda: hybrid_parallel(same, runtime, plan=whole, optimizer=SGD),
-        lambda: plan_sharding(own, runtime, constraints=unknown),
     ]
     said = []
     for call in calls:
@@ -253,7 +250,6 @@ def test_ranks_that_differ_and_plans_of_other_models_are_refused() -> None:
         "plan.sharding: 'table_wise' on rank 0, 'row_wise' on rank 1; give all ranks",
         "seed: 0 on rank 0, 1 on rank 1; give all ranks the same",
         "for 'tables', where the model has shop; make one of this model by plan_sharding",
-        "constraints: 'shops' is no table of the model; its tables are shop, user, hour",
         "the batch lacks the features user of the first one; it has shop, hour, item",
     ]
     for messages in run_ranks(differing, 2)[:1]:

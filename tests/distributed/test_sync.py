@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.optim.keyed import KeyedOptimizer
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
@@ -329,14 +328,3 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_refused(
     with pytest.raises(ValueError) as error:
         SyncConfig(**fields)
     assert str(error.value) == told
-
-
-@pytest.mark.unit
-def test_a_model_of_another_make_is_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"^sync.mode=local_sgd needs the model and the optimizer that hybrid_par",
-    ):
-        synchronised(
-            nn.Linear(1, 1), KeyedOptimizer({}, {}, []), SyncConfig(mode="local_sgd")
-        )

@@ -23,7 +23,6 @@ class Dictionary:
         self.row: dict[int, int] = {}
         self.id: dict[int, int] = {}
         self.candidates: dict[int, int] = {}
-        self.marked: set[int] = set()
         self.score: dict[int, np.float32] = {}
         self.sightings: dict[int, int] = {}
         self.seen: dict[int, int] = {}
@@ -75,15 +74,15 @@ class Dictionary:
             self.score[row] = np.float32(new[each])
             self.seen[row] = self.now
             self.candidates.pop(each, None)
-            self.marked.discard(each)
-        for each, number in new.items():
+        for each in sorted(new):
             if each not in self.row:
-                self.candidates[each] = self.candidates.get(each, 0) + number
-                self.marked.add(each)
-        if len(self.candidates) > self.policy.most_candidates:
-            for each in [each for each in self.candidates if each not in self.marked]:
+                # Once more at the end: they are in the order in which they were seen.
+                earlier = self.candidates.pop(each, 0)
+                self.candidates[each] = earlier + new[each]
+        most = self.policy.most_candidates
+        if len(self.candidates) > most:
+            for each in list(self.candidates)[: len(self.candidates) - most // 2]:
                 del self.candidates[each]
-            self.marked = set()
         return fresh, evicted
 
     def _add_sightings(self) -> None:

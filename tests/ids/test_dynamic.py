@@ -87,13 +87,6 @@ def test_it_equals_a_dictionary(name: str) -> None:
     assert (counts["refused"] > 0) == (name == "fewer rows than a batch has ids")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["second sight", "every 4 steps", "lru"])
-def test_it_equals_a_dictionary_over_millions_of_look_ups(name: str) -> None:
-    counts = equals_a_dictionary(*POLICIES[name], batches=850, size=2_000)
-    assert counts["lookups"] == 3_400_000
-
-
 def shares(runtime: Runtime, policy: Dynamic, every: int) -> dict[str, Any]:
     """Steps by this rank's share of each batch: the rows, the notes of each step, and what is saved in the end."""
     ids = DynamicIds({"users": policy, "items": policy}, every=every)
@@ -142,19 +135,6 @@ def _same(one: Any, other: Any) -> bool:
             _same(*pair) for pair in zip(one, other, strict=True)
         )
     return bool(one == other)
-
-
-@pytest.mark.unit
-def test_the_order_within_a_batch_changes_nothing() -> None:
-    policy = Dynamic(capacity=300, admit_after=2)
-    orders = (DynamicIds({"items": policy}), DynamicIds({"items": policy}))
-    for (batch,) in drifting(20, 200, 1, catalogue=800, new=20):
-        order = torch.randperm(len(batch))
-        rows, notes = orders[0].step({"items": batch})
-        other_rows, other_notes = orders[1].step({"items": batch[order]})
-        assert torch.equal(rows["items"][order], other_rows["items"])
-        assert _same(notes, other_notes)
-    assert _same(orders[0].state_dict(), orders[1].state_dict())
 
 
 def equal_compiled(engine: Any) -> int:

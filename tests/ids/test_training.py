@@ -378,8 +378,9 @@ def in_ones_own_loop(runtime: Runtime) -> tuple[Result, Result]:
     sharded, optimizer = made(runtime, plan, FEW)
     schema = schema_of(FEW)
     policies = {name: Dynamic(capacity=FEW) for name in FEATURES}
-    FreshRows(sharded, optimizer, begin=begin).attach()
+    begin_rows = FreshRows(sharded, optimizer, begin=begin)
     for batch in DynamicIdLoader(Raw(runtime, schema, 8), schema, policies):
+        begin_rows(batch.fresh or ())
         optimizer.zero_grad()
         sharded(batch)[0].backward()
         optimizer.step()

@@ -267,7 +267,6 @@ def _choice(kind: str, group: Mapping[str, Any]) -> Choice:
         betas=tuple(group.get("betas", (0.0, 0.0))),
         weight_decay=decay if decoupled else 0.0,
         l2=0.0 if decoupled else decay,
-        decays_all_rows=decoupled,
     )
 
 

@@ -26,7 +26,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.adopt.checks import fault_of_module
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import bad_id
-from torchrec_ext.distributed.tables import GivenRows
 from torchrec_ext.observe.user_lines import user_line
 from torchrec_ext.schema.validation import listed
 
@@ -62,7 +61,7 @@ class ShardableTable(nn.Module):
             "name": name,
             "feature_names": [name],
             # A weight that has no memory is drawn as nn.Embedding draws it.
-            "init_fn": nn.init.normal_ if weight.is_meta else GivenRows(weight),
+            "init_fn": nn.init.normal_,
         }
         # Without memory of its own: the user's weight takes its place below.
         meta = torch.device("meta")

@@ -54,19 +54,9 @@ class Clock:
         grad: Tensor,
         state: list[Tensor],
         choice: Choice,
-        *,
-        table: bool,
     ) -> list[Tensor]:
         """Returns values and state after this step, see :func:`~torchrec_ext.capture.update_rules.stepped`."""
-        updated, state = stepped(
-            values,
-            grad,
-            state,
-            self.step,
-            self.lr,
-            choice,
-            table=table,
-        )
+        updated, state = stepped(values, grad, state, self.step, self.lr, choice)
         return [updated, *state]
 
 
@@ -143,7 +133,7 @@ class RowTable:
         rows = torch.cat([leaf.detach() for leaf in leaves])
         state = [torch.cat(parts) for parts in zip(*states, strict=True)]
         grad, _ = self.gradients(grads)
-        new = self.clock.stepped(rows, grad, state, self.choice, table=True)
+        new = self.clock.stepped(rows, grad, state, self.choice)
         # A row that was read twice is written twice, but with the same values.
         for target, value in zip([self.weight, *self.state], new, strict=True):
             target.index_put_((ids,), value)

@@ -150,9 +150,7 @@ def _update(
         (grad,) = of_one
         if grad is None:
             continue
-        new = part.clock.stepped(
-            part.weight, grad, part.state, part.choice, table=part.is_table
-        )
+        new = part.clock.stepped(part.weight, grad, part.state, part.choice)
         for target, values in zip([part.weight, *part.state], new, strict=True):
             target.copy_(values)
 

@@ -149,8 +149,6 @@ def stepped(
     step: Tensor,
     lr: Tensor,
     choice: Choice,
-    *,
-    table: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns values and state after a step: weight decay, then the rule for the gradient plus that of ``l2``.
 
@@ -161,13 +159,9 @@ def stepped(
         step: number of steps with this one, () float32.
         lr: learning rate, ().
         choice: the rule and its numbers.
-        table: whether these are rows of a table. Then only rows with a gradient decay, unless the choice decays all.
     """
     if choice.weight_decay:
-        decayed = values * (1 - lr * choice.weight_decay)
-        if table and not choice.decays_all_rows:
-            decayed = torch.where(gradient_row_mask(grad), decayed, values)
-        values = decayed
+        values = values * (1 - lr * choice.weight_decay)
     if choice.l2:
         grad = grad + choice.l2 * values
     return UPDATES[choice.kind](values, grad, state, step, lr, choice)
@@ -219,7 +213,7 @@ def decay_of(choice: Choice) -> float:
     """Returns the decay per step of all rows of a table, as a factor of the rate; 0 if unread rows do not decay."""
     if choice.kind == "sgd" and choice.l2:
         return choice.l2
-    return choice.weight_decay if choice.decays_all_rows else 0.0
+    return choice.weight_decay
 
 
 def decay_on(decays: Tensor, step: Tensor, lr: Tensor | float, decay: float) -> None:

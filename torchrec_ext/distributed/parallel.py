@@ -11,10 +11,8 @@ from the same step of a run that went on.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -29,7 +27,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-import torchrec_ext.batch  # noqa: F401 -- leaves out a notice of torch, which means TorchRec
+from torchrec_ext.batch import skip_fx_notice
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
     declare_table_optimizer,
@@ -51,7 +49,7 @@ from torchrec_ext.distributed.runtime import (
     gather_objects,
     refuse_differences,
 )
-from torchrec_ext.distributed.sharders import Codecs, sharders
+from torchrec_ext.distributed.sharders import sharders
 from torchrec_ext.distributed.shared_memory.sharing import sharing_as_all_ranks_do
 from torchrec_ext.distributed.tables import (
     collections,
@@ -93,7 +91,6 @@ def hybrid_parallel(
     plan: ShardingPlan | PlanConfig | None = None,
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
-    codecs: Codecs | None = None,
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
 
@@ -103,12 +100,9 @@ def hybrid_parallel(
             0, as its dense layers, are copied to all ranks.
         runtime: this process's rank and device.
         plan: TorchRec's sharding plan, or settings by which :func:`plan_sharding` makes one; by default its own.
-        optimizer: optimizers and learning rates. Where not given, :class:`OptimizerConfig`'s defaults, which a line of
-            the log names.
+        optimizer: optimizers and learning rates; by default :class:`OptimizerConfig`'s.
         seed: seed of the drawn tables' initial values, which depend on it and the table's name alone, not on the plan
             and not on the ranks.
-        codecs: TorchRec's codecs of quantised communication by exchange, as its ``get_qcomm_codecs_registry`` makes
-            them; None for float32.
 
     Returns:
         TorchRec's DistributedModelParallel, and one optimizer for all of it, for a loop of your own or any of
@@ -129,10 +123,7 @@ def hybrid_parallel(
             "holds the tables and layers"
         )
     _refuse_differences(model, runtime, optimizer, plan, seed)
-    if optimizer is None:
-        optimizer = OptimizerConfig()
-        if runtime.is_main:
-            _log_defaults(model, optimizer)
+    optimizer = optimizer or OptimizerConfig()
     if not isinstance(plan, ShardingPlan):
         plan = plan_sharding(model, runtime, plan, optimizer=optimizer)
     _refuse_other_tables(model, plan)
@@ -141,23 +132,26 @@ def hybrid_parallel(
     _refuse_without_kernel(model, plan, choices, runtime.device.type)
     layers = optimizer.for_layers(dense_layers(model))
     given = _given_rows(model, runtime)
-    with _ddp_notice_ignored(), sharing_as_all_ranks_do(), without_init_fn(model):
-        sharded = DistributedModelParallel(
-            model,
-            device=runtime.device,
-            plan=plan,
-            sharders=sharders(codecs),
-        )
-    # TorchRec calls deprecated collectives and ShardedTensor in every step, and its
-    # caller, who reads the sharded state too, cannot choose others. Of torch's,
-    # TorchRec's and our own modules alone, and at the end of the list: filters of the
-    # user's own come first.
+    # TorchRec passes deprecated arguments, and calls deprecated collectives and
+    # ShardedTensor in every step, and its caller, who reads the sharded state too, cannot
+    # choose others. Of torch's, TorchRec's and our own modules alone, and at the end of
+    # the list: filters of the user's own come first.
     deprecated = (
-        r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead"
+        r"`torch\.distributed\.\w+_tensor` is deprecated|Please use DTensor instead|"
+        "`broadcast_buffers` is deprecated"
     )
     warnings.filterwarnings(
         "ignore", deprecated, FutureWarning, module=r"torch(rec(_ext)?)?\.", append=True
     )
+    with sharing_as_all_ranks_do(), without_init_fn(model):
+        sharded = DistributedModelParallel(
+            model,
+            device=runtime.device,
+            plan=plan,
+            sharders=sharders(),
+        )
+    # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
+    skip_fx_notice()
     initialise_tables(sharded, seed, given)
     read_past_caches(sharded)
     settle_buckets(sharded)
@@ -237,35 +231,6 @@ def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
                 rows, src=0, group=group if rows.device.type == "cpu" else None
             )
     return given
-
-
-@contextmanager
-def _ddp_notice_ignored() -> Iterator[None]:
-    """Ignores DDP's FutureWarning on `broadcast_buffers`: TorchRec passes that argument, and its caller cannot."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore",
-            message="`broadcast_buffers` is deprecated",
-            category=FutureWarning,
-        )
-        yield
-
-
-def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
-    tables = [table.name for table in tables_of(model)]
-    defaults = []
-    if tables:
-        defaults.append(
-            f"table(s) {listed(tables)}: {optimizer.tables} at {optimizer.tables_lr:g}"
-        )
-    if dense_layers(model):
-        defaults.append(f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}")
-    if defaults:
-        logging.getLogger(__name__).warning(
-            "hybrid_parallel() was given no optimizer=, so it takes the defaults, %s; give "
-            "optimizer=OptimizerConfig(...)",
-            "; ".join(defaults),
-        )
 
 
 def dense_layers(model: nn.Module) -> list[str]:

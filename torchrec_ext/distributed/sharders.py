@@ -37,7 +37,6 @@ from torchrec.distributed.types import (
     Awaitable,
     ModuleSharder,
     ParameterSharding,
-    QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
 )
@@ -67,7 +66,6 @@ SHARDED = [
 BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 # These types reduce-scatter: the exchange adds up the messages of the ranks.
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
-Codecs = dict[str, QuantizedCommCodecs]
 
 
 def refused_because(
@@ -391,16 +389,10 @@ class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
         return ShardedSequences
 
 
-def sharders(
-    codecs: Codecs | None = None, *, by_host: bool = False
-) -> list[ModuleSharder[nn.Module]]:
+def sharders(*, by_host: bool = False) -> list[ModuleSharder[nn.Module]]:
     """Returns a sharder for every kind of collection in a tower.
 
     Args:
-        codecs: TorchRec's codecs of quantised communication.
         by_host: whether a planner may choose the types by host on a CPU, where the tables' constraints name them.
     """
-    return [
-        BagSharder(by_host=by_host, qcomm_codecs_registry=codecs),
-        SequenceSharder(qcomm_codecs_registry=codecs),
-    ]
+    return [BagSharder(by_host=by_host), SequenceSharder()]

@@ -22,7 +22,6 @@ from torchrec_ext.distributed.sync_config import check_local_steps
 # A module that is not sharded needs no TorchRec.
 if TYPE_CHECKING:
     from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.optim.keyed import KeyedOptimizer
 
     from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 
@@ -124,63 +123,47 @@ class AnyStep(Protocol):
 
     Attributes:
         optimizers: optimizers that it steps.
-        after_step: functions called after each step.
+        after_step: functions that it calls after each step.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     after_step: list[Callable[[], None]]
 
 
-Stepping = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | AnyStep
-
-
 class LocalOptimizers:
     """The optimizers of a replicated module, with the attributes of HybridOptimizer for :class:`LocalSGD`.
 
-    Inside the context the weights of all ranks begin as those of rank 0, and each step calls ``after_step``.
-
     Args:
         model: module that is not sharded.
-        optimizer: torch's optimizers, or a step that has some.
+        step: step that trains it.
 
     Attributes:
         apart: whether ranks take local steps.
-        after_step: functions called after each step.
+        after_step: functions that the step calls after each step.
         replicated_tables: tables, of whose rows a step changes few.
         dense_parameters: all other parameters that the optimizers move.
 
     Raises:
-        ValueError: the module is in DistributedDataParallel, has no parameters or none of the optimizer's, or there is
-            no process group.
+        ValueError: ``step`` is an optimizer, the module is in DistributedDataParallel or has none of the step's
+            parameters, or there is no process group.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Stepping) -> None:
+    def __init__(self, model: nn.Module, step: AnyStep) -> None:
+        if not hasattr(step, "after_step"):
+            raise ValueError(
+                f"optimizer: a {type(step).__name__}; give the step that adopt() returns, or take torch's "
+                "PostLocalSGDOptimizer"
+            )
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
                 "model: DistributedDataParallel averages gradients in every step; give its .module"
-            )
-        if not any(True for _ in model.parameters()):
-            raise ValueError(
-                f"model: {type(model).__name__} has no parameters, so there is nothing to average; give the module "
-                "that is trained"
             )
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "there is no process group; start the script by torchrun, inside Runtime.start()"
             )
         self.apart = False
-        self._model = model
-        self._step: AnyStep | None = None
-        self.after_step: list[Callable[[], None]] = []
-        self._optimizers: list[torch.optim.Optimizer]
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self._optimizers = [optimizer]
-        elif isinstance(optimizer, Sequence):
-            self._optimizers = list(optimizer)
-        else:
-            self._step = optimizer
-            self._optimizers = list(optimizer.optimizers)
-            self.after_step = optimizer.after_step
+        self.after_step = step.after_step
         tables = set()
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -189,7 +172,7 @@ class LocalOptimizers:
         self.dense_parameters: list[Any] = []
         # Several optimizers may move one weight, which is averaged once.
         trainable: dict[int, Any] = {}
-        for each in self._optimizers:
+        for each in step.optimizers:
             for group in each.param_groups:
                 trainable |= {
                     id(weight): weight
@@ -207,33 +190,16 @@ class LocalOptimizers:
             else:
                 self.dense_parameters.append(weight)
 
-    def __enter__(self) -> Self:
-        self._agree()
-        # Optimizers step in the order in which they are listed, so the last one ends a
-        # step of the loop.
-        self._hook = None
-        # An adopted step calls its functions itself.
-        if self._step is None:
-            self._hook = self._optimizers[-1].register_step_post_hook(self._stepped)
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _stepped(self, *_: object) -> None:
-        for call in self.after_step:
-            call()
-
-    @torch.no_grad()
-    def _agree(self) -> None:
-        """Gives all ranks the weights of rank 0."""
-        tensors = self._model.state_dict()
-        # A broadcast between unequal shapes fails or hangs without naming a tensor.
-        shapes = {f"model, {name}": tuple(each.shape) for name, each in tensors.items()}
-        refuse_differences(shapes, dist.get_world_size())
-        for tensor in tensors.values():
-            dist.broadcast(tensor, 0)
+@torch.no_grad()
+def _begin_as_rank_0(model: nn.Module) -> None:
+    """Gives all ranks the weights of rank 0."""
+    tensors = model.state_dict()
+    # A broadcast between unequal shapes fails or hangs without naming a tensor.
+    shapes = {f"model, {name}": tuple(each.shape) for name, each in tensors.items()}
+    refuse_differences(shapes, dist.get_world_size())
+    for tensor in tensors.values():
+        dist.broadcast(tensor, 0)
 
 
 class UnevenStepsError(ValueError):
@@ -293,21 +259,21 @@ class LocalSGD(EveryStep):
     the ranks' weights after them. Every rank then holds two more copies of what it holds whole: the weights of the last
     outer step, and the outer momentum.
 
-    A module that is not sharded, with torch's optimizers or an adopted step, takes the place of DistributedDataParallel
-    in a script of one's own: the weights of rank 0 are everybody's at the beginning, and every step is local.
+    A module that is not sharded, with an adopted step, takes the place of DistributedDataParallel in a script of one's
+    own: the weights of rank 0 are everybody's at the beginning, and every step is local.
 
     Args:
         model: sharded model from :func:`hybrid_parallel`, or any module that every rank holds whole.
-        optimizer: optimizer from :func:`hybrid_parallel`; or of such a module torch's optimizer, several in the order
-            in which they step, or the step that ``torchrec_ext.adopt.adopt`` returned.
+        optimizer: optimizer from :func:`hybrid_parallel`; or of such a module the step that
+            ``torchrec_ext.adopt.adopt`` returned.
         every: k, steps between two averages.
         outer_lr: learning rate of the outer SGD; DiLoCo takes .7.
         outer_momentum: its momentum; DiLoCo takes .9.
 
     Raises:
         ValueError: ``every`` is not a whole number of one step or more; a module that is not
-            sharded is in DistributedDataParallel, has no parameters or none of the optimizer's, is not the same on all
-            ranks, or has no process group; inside the context, the model is in another one, or ranks have other
+            sharded is in DistributedDataParallel, has none of the optimizer's parameters, is not the same on all ranks,
+            or has no process group; inside the context, the model is in another one, or ranks have other
             settings.
 
     Example::
@@ -324,7 +290,7 @@ class LocalSGD(EveryStep):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: HybridOptimizer | Stepping,
+        optimizer: HybridOptimizer | AnyStep,
         *,
         every: int,
         outer_lr: float = 1.0,
@@ -375,7 +341,7 @@ class LocalSGD(EveryStep):
             self._optimizer.after_step.append(self._after_step)
             self._leave.callback(self._optimizer.after_step.remove, self._after_step)
             if isinstance(self._optimizer, LocalOptimizers):
-                self._leave.enter_context(self._optimizer)
+                _begin_as_rank_0(self._model)
                 self.start_local_steps()
         except BaseException:
             # What a refusal leaves behind would be in the way of a second try.
@@ -512,7 +478,7 @@ class LocalSGD(EveryStep):
 
 
 def synchronised(
-    model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
+    model: nn.Module, optimizer: HybridOptimizer, config: SyncConfig
 ) -> EveryStep:
     """Returns the context manager of ``config.mode`` for a model and its optimizer.
 
@@ -520,17 +486,9 @@ def synchronised(
         model: sharded model from :func:`hybrid_parallel`.
         optimizer: optimizer from :func:`hybrid_parallel`.
         config: mode and its settings.
-
-    Raises:
-        ValueError: the mode cannot run this model or optimizer.
     """
     if not config.takes_local_steps:
         return EveryStep()
-    if not (_is_sharded(model) and _is_hybrid(optimizer)):
-        types = f"{type(model).__name__} with {type(optimizer).__name__}"
-        raise ValueError(
-            f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {types}"
-        )
     return LocalSGD(
         model,
         optimizer,

@@ -126,24 +126,6 @@ def fill_tables(
             shard.tensor[start - shard.row : stop - shard.row].copy_(block)
 
 
-class GivenRows:
-    """Makes a table begin with given rows, as the ``init_fn`` of its configuration, on all ranks and under any plan.
-
-    Args:
-        weight: (rows, D) values, not copied; they are read when :func:`hybrid_parallel` has sharded the table.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight.detach()
-
-    def __call__(self, block: Tensor) -> None:
-        """Does nothing: only :func:`initialise_tables` knows which rows a block of a shard has."""
-
-    def __deepcopy__(self, memo: Any) -> GivenRows:
-        # A trial copies the model, and need not copy the rows with it.
-        return self
-
-
 # These fill each number on its own, so that a block of rows needs no other.
 _NUMBER_BY_NUMBER = (
     nn.init.constant_,
@@ -189,8 +171,7 @@ def initialise_tables(
     TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here an
     ``init_fn`` of ``torch.nn.init`` that fills each number on its own, TorchRec's default among them, is called on row
     blocks of fixed size, which have generators of their own. Any other one is called on the whole table, of which each
-    shard takes its slice: a rank with a shard holds that one table in memory. A table whose ``init_fn`` is
-    :class:`GivenRows` takes these.
+    shard takes its slice: a rank with a shard holds that one table in memory.
 
     Args:
         module: sharded or unsharded module.
@@ -201,8 +182,6 @@ def initialise_tables(
     whole: dict[str, Tensor] = {}
 
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
-        if isinstance(config.init_fn, GivenRows):
-            return config.init_fn.weight[start:stop]
         if fqn in given:
             return given[fqn][start:stop]
         if not _is_number_by_number(config.init_fn):

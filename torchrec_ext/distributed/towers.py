@@ -13,7 +13,6 @@ In one process a captured step is the answer: it runs sub-networks at the same t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -102,7 +101,7 @@ class TowersOnRanks(nn.Module):
         of this rank's rows alone, see :meth:`slice_of`.
 
         Args:
-            inputs: arguments of each tower, by name, for all B rows; those of other ranks' towers are not read.
+            inputs: arguments of each tower, by name, for all B rows, alike on every rank.
             rows: (B, ...) tensors for ``top``, such as labels; at least one. Each is cut to this rank's rows.
 
         Raises:
@@ -135,45 +134,23 @@ class TowersOnRanks(nn.Module):
         most, least = ends.tolist()
         if most == -least == self._size:
             return
-        self._refuse_unequal(inputs, rows)
+        values = {
+            f"inputs['{name}']": _digest(inputs.get(name)) for name in self._names
+        }
+        mine = {"rows": f"{size} of {_digest(rows)}", **values}
+        refuse_differences(mine, self._runtime.world_size)
+        # Alike on every rank, since their values are.
+        for name in self._names:
+            if not isinstance(inputs.get(name), list | tuple):
+                raise ValueError(
+                    f"inputs: tower '{name}' has {type(inputs.get(name)).__name__}; give the tuple of its arguments, "
+                    f"such as {{'{name}': (ids,)}}"
+                )
         if size < self._runtime.world_size:
             raise ValueError(
                 f"rows: {size} rows on {self._runtime.world_size} ranks, each of which needs one; make batches larger"
             )
         self._size = size
-
-    def _refuse_unequal(
-        self, inputs: Mapping[str, Sequence[Any]], rows: tuple[Tensor, ...]
-    ) -> None:
-        """Refuses, on every rank alike, ranks that have not the same whole batch. Collective."""
-        problem = ""
-        for name in self.towers:
-            arguments = inputs.get(name)
-            if not isinstance(arguments, list | tuple):
-                problem = (
-                    f"inputs: tower '{name}' has {type(arguments).__name__}; give the tuple of its arguments, such as "
-                    f"{{'{name}': (ids,)}}"
-                )
-        digests = {f"inputs['{name}']": _digest(inputs[name]) for name in inputs}
-        of_ranks = gather_objects(
-            (problem, {"rows": (len(rows[0]), *_digest(rows))} | digests),
-            self._runtime.world_size,
-        )
-        first: dict[str, tuple[int, Sequence[float]]] = {}
-        for rank, (problem, digests) in enumerate(of_ranks):
-            if problem:
-                raise ValueError(problem)
-            for name, digest in digests.items():
-                # Inputs of towers elsewhere may be missing.
-                of, other = first.setdefault(name, (rank, digest))
-                if not _same(digest, other):
-                    differ = "other values"
-                    if name == "rows" and digest[0] != other[0]:
-                        differ = f"{other[0]} and {digest[0]} of them"
-                    raise ValueError(
-                        f"{name}: ranks {of} and {rank} have {differ}; give every rank the whole batch, drawn by one "
-                        "seed, without a DistributedSampler"
-                    )
 
     def slice_of(self, size: int) -> slice:
         """Returns this rank's rows of a batch of ``size``; the first ranks have one more if it does not divide."""
@@ -273,23 +250,18 @@ class _Outputs(NamedTuple):
     dtype: torch.dtype | None
 
 
-def _digest(values: Any) -> list[float]:
-    """Returns the sum of each dense tensor in ``values``, weighted so that another order of rows changes it."""
+def _digest(values: Any) -> str:
+    """Returns the sum of each dense tensor in ``values``, weighted so that another order of rows changes it.
+
+    Of six digits, because hosts of other processors may round a batch in another way.
+    """
     sums = []
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             flat = leaf.detach().double().reshape(-1).nan_to_num(0, 0, 0)
             places = torch.arange(1, len(flat) + 1, device=flat.device)
-            sums.append(float((flat * places).sum()))
-    return sums
-
-
-def _same(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Compares digests; hosts of other processors may round a batch in another way."""
-    return len(one) == len(other) and all(
-        math.isclose(mine, theirs, rel_tol=1e-6)
-        for mine, theirs in zip(one, other, strict=True)
-    )
+            sums.append(f"{float((flat * places).sum()):.6g}")
+    return ", ".join(sums) or type(values).__name__
 
 
 def _added_up(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -112,14 +112,6 @@ class DynamicIds:
         """Number of ids with a row, by table."""
         return {table.name: table.live for table in self._tables}
 
-    def figures(self) -> dict[str, float]:
-        """Returns the figures of a record: ``ids_live`` and the counts, and the share of look-ups that read row 0."""
-        figures: dict[str, float] = {"ids_live": sum(self.live.values())}
-        for name in ("admitted", "evicted", "refused"):
-            figures[f"ids_{name}"] = self.counts[name]
-        figures["ids_unknown"] = self.counts["unknown"] / max(1, self.counts["lookups"])
-        return figures
-
     def live_ids(self, table: str) -> tuple[Tensor, Tensor]:
         """Returns the ids of a table that have a row, and their rows, ascending; (n,) int64 each."""
         pool = self._table(table)
@@ -445,18 +437,12 @@ def _sum_equal(triples: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, T
         The sums, (n, 3), and the place among them of each triple, or of each of ``wanted``.
     """
     both = triples if wanted is None else torch.cat([triples, wanted])
-    # Equal pairs become one, so their own order does not matter.
-    order = torch.argsort(both[:, 1])
-    tables = both[order, 0]
-    if len(both) and tables.min() != tables.max():
-        order = order[torch.argsort(tables, stable=True)]
-    in_order = both[order]
-    begins = torch.ones(len(both), dtype=torch.bool)
-    begins[1:] = (in_order[1:, :2] != in_order[:-1, :2]).any(1)
-    places = torch.empty_like(order)
-    places[order] = begins.cumsum(0) - 1
-    sums = in_order[begins]
-    sums[:, 2] = torch.zeros_like(sums[:, 2]).index_add_(
-        0, places[: len(triples)], triples[:, 2]
-    )
+    # By number of the id: two keys of 64 bits would not fit into one.
+    ids = torch.unique(both[:, 1], return_inverse=True)[1]
+    keys = both[:, 0] * len(both) + ids
+    pairs, places = torch.unique(keys, return_inverse=True)
+    sums = torch.empty(len(pairs), 3, dtype=torch.int64)
+    sums[places] = both
+    sums[:, 2] = 0
+    sums[:, 2].index_add_(0, places[: len(triples)], triples[:, 2])
     return sums, places if wanted is None else places[len(triples) :]

@@ -13,6 +13,7 @@ from torchrec_ext.ids.dynamic import DynamicIds
 from torchrec_ext.ids.index import mixed
 from torchrec_ext.ids.look_ups import LookUp, has_look_up, raw_ids
 from torchrec_ext.ids.policy import Dynamic
+from torchrec_ext.schema.validation import listed
 
 
 class DynamicEmbeddings:
@@ -194,9 +195,8 @@ def _embedding(
         if isinstance(module, _KINDS)
     }
     if path not in embeddings:
-        paths = ", ".join(list(embeddings)[:5]) or "none"
         raise ValueError(
-            f"'{path}' is no nn.Embedding of the model; its embeddings are {paths}"
+            f"'{path}' is no nn.Embedding of the model; its embeddings are {listed(embeddings)}"
         )
     module = embeddings[path]
     if has_look_up(module):

@@ -1,4 +1,4 @@
-"""IdRanks: the ranks that share dynamic ids."""
+"""IdRanks: the ranks that share dynamic ids. gather_rows(): rows of all ranks, on every rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ def host_group() -> dist.ProcessGroup | None:
 def _are_several() -> bool:
     is_job = dist.is_available() and dist.is_initialized()
     return is_job and dist.get_world_size() > 1
+
+
+def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Concatenates the rows (n_r, ...) of all ranks of ``group``; their numbers n_r may differ. Collective."""
+    count = torch.tensor([len(rows)], device=rows.device)
+    counts = count.new_zeros(dist.get_world_size(group))
+    dist.all_gather_into_tensor(counts, count, group=group)
+    # all_gather needs equal shapes.
+    padded = rows.new_zeros(int(counts.max()), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    pieces = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(pieces, padded, group=group)
+    sized = zip(pieces, counts.tolist(), strict=True)
+    return torch.cat([piece[:size] for piece, size in sized])
 
 
 class IdRanks:
@@ -47,14 +61,4 @@ class IdRanks:
 
     def gather(self, rows: Tensor) -> Tensor:
         """Returns the (n, 3) int64 rows of all ranks, one rank after the other; n may differ."""
-        if not self.several:
-            return rows
-        count = torch.tensor([len(rows)])
-        counts = count.new_zeros(dist.get_world_size())
-        dist.all_gather_into_tensor(counts, count, group=self._group)
-        padded = rows.new_zeros(int(counts.max()), 3)
-        padded[: len(rows)] = rows
-        pieces = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(pieces, padded, group=self._group)
-        sized = zip(pieces, counts.tolist(), strict=True)
-        return torch.cat([piece[:size] for piece, size in sized])
+        return gather_rows(rows, self._group) if self.several else rows

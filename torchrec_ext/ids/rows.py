@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,52 +22,44 @@ class Candidates:
     """Ids of one table that wait for their admission, with their sightings.
 
     Args:
-        most: number of ids beyond which those are forgotten that were not seen since some were last forgotten.
+        most: number of ids beyond which the half is forgotten that was not seen for longest.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Those seen since ids were last forgotten, and the others.
-        self._lately: dict[int, int] = {}
-        self._before: dict[int, int] = {}
+        # In the order in which they were last seen.
+        self._sightings: dict[int, int] = {}
 
     def take(self, ids: Tensor, sightings: Tensor) -> Tensor:
         """Takes out ids, (n,), and returns all their sightings, those of now among them, (n,) int64."""
-        if not (self._lately or self._before):
+        if not self._sightings:
             return sightings
-        earlier = [
-            self._lately.pop(each, 0) or self._before.pop(each, 0)
-            for each in ids.tolist()
-        ]
+        earlier = [self._sightings.pop(each, 0) for each in ids.tolist()]
         return sightings + torch.tensor(earlier, dtype=torch.int64)
 
     def add(self, ids: Tensor, sightings: Tensor) -> None:
         """Adds ids that were taken out; others are forgotten where there are too many."""
-        self._lately |= zip(ids.tolist(), sightings.tolist(), strict=True)
-        if len(self._lately) + len(self._before) > self._most:
-            self._before = self._lately
-            self._lately = {}
+        self._sightings |= zip(ids.tolist(), sightings.tolist(), strict=True)
+        count = len(self._sightings)
+        if count > self._most:
+            kept = islice(self._sightings.items(), count - self._most // 2, None)
+            self._sightings = dict(kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the ids, ascending, and for each -2 times its sightings, less 1 if it was seen lately."""
-        values = {each: -2 * number for each, number in self._before.items()}
-        values |= {each: -2 * number - 1 for each, number in self._lately.items()}
-        ids = sorted(values)
+        """Returns the ids in the order in which they were last seen, and their sightings."""
         return {
-            "candidates": torch.tensor(ids, dtype=torch.int64),
-            "candidate_values": torch.tensor(
-                [values[each] for each in ids], dtype=torch.int64
+            "waiting_ids": torch.tensor([*self._sightings], dtype=torch.int64),
+            "waiting_sightings": torch.tensor(
+                [*self._sightings.values()], dtype=torch.int64
             ),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state of :meth:`state_dict`."""
-        self._lately = {}
-        self._before = {}
-        ids, values = state["candidates"].tolist(), state["candidate_values"].tolist()
-        for each, value in zip(ids, values, strict=True):
-            numbers = self._lately if value % 2 else self._before
-            numbers[each] = -value // 2
+        ids = state["waiting_ids"].tolist()
+        self._sightings = dict(
+            zip(ids, state["waiting_sightings"].tolist(), strict=True)
+        )
 
 
 class RowPool:

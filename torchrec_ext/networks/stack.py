@@ -50,11 +50,9 @@ class _Clock(Clock):
         grad: Tensor,
         state: list[Tensor],
         choice: Choice,
-        *,
-        table: bool,
     ) -> list[Tensor]:
         """See :meth:`Clock.stepped`."""
-        new = super().stepped(values, grad, state, choice, table=table)
+        new = super().stepped(values, grad, state, choice)
         pairs = zip(new, [values, *state], strict=True)
         return [torch.where(self.live, now, before) for now, before in pairs]
 

@@ -23,10 +23,13 @@ def listed(names: Iterable[str]) -> str:
     """Joins names by commas for a message, and leaves out those beyond 100 characters.
 
     Example:
-        >>> listed(["user", "item"]), listed(["x" * 60, "y" * 60])[58:]
-        ('user, item', 'xx, ...')
+        >>> listed(["user", "item"]), listed(["x" * 60, "y" * 60])[58:], listed(["x" * 120])[94:]
+        ('user, item', 'xx, ...', 'xx ...')
     """
-    return textwrap.shorten(", ".join(names), 100, placeholder=" ...")
+    text = ", ".join(names)
+    short = textwrap.shorten(text, 100, placeholder=" ...")
+    # Of a first name that is too long nothing would be left.
+    return f"{text[:96]} ..." if short == "..." else short
 
 
 def did_you_mean(

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import nn
-from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
@@ -40,12 +39,12 @@ from torchrec_ext.train.step.schedule import rates, scheduler
 
 
 def scaling(
-    config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime
+    config: TrainConfig, sync: SyncConfig, optimizer: HybridOptimizer, runtime: Runtime
 ) -> LossScaling | None:
     """Returns the scaling of the loss for float16, else None."""
     if config.amp != "fp16":
         return None
-    if sync.takes_local_steps or not isinstance(optimizer, HybridOptimizer):
+    if sync.takes_local_steps:
         raise ValueError(
             f"train.amp=fp16 with sync.mode={sync.mode}: ranks must agree to leave out a step whose gradients "
             "overflow; set sync.mode=every_step, or train.amp=bf16"
@@ -106,7 +105,11 @@ def check_output(output: Any, names: Sequence[str]) -> None:
 
 
 class StepObserver(Protocol):
-    """Looks at the output of each step, such as predictions made before the step trains its rows."""
+    """Looks at the output of each step, such as predictions made before the step trains its rows.
+
+    If it has sums since the last record, equal on all ranks, its ``state_dict()`` returns them for JSON, and after a
+    resume its ``load_state_dict()`` gets them.
+    """
 
     def see(self, output: Any) -> None:
         """Takes the model's output; the next step may overwrite its tensors."""
@@ -126,17 +129,9 @@ class Loader(Protocol):
         """Chooses the order of the next pass."""
 
 
-@runtime_checkable
-class Reporting(Protocol):
-    """A loader or observer with figures of its own for each record, such as those of dynamic ids."""
-
-    def figures(self) -> dict[str, float]:
-        """Returns figures by name; collective."""
-
-
 def train(
     model: nn.Module,
-    optimizer: KeyedOptimizer,
+    optimizer: HybridOptimizer,
     loader: Loader,
     runtime: Runtime,
     config: TrainConfig | None = None,
@@ -157,7 +152,7 @@ def train(
 
     Args:
         model: model from :func:`hybrid_parallel`; its forward returns (loss, output with a ``loss`` and ``weights``).
-        optimizer: the model's optimizer.
+        optimizer: optimizer from :func:`hybrid_parallel`.
         loader: batches; equally many on every rank. On one rank its length may be ``ENDLESS`` until it has ended.
         runtime: rank and device of this process.
         config: settings of the loop.
@@ -187,10 +182,14 @@ def train(
         TrainingDivergedError: the loss is not finite, on every rank alike.
         RunStoppedError: ``stop`` returned True.
         UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
-        ValueError: a warm-up is longer than the run, or an early stop needs a figure not evaluated.
+        ValueError: another optimizer, a warm-up longer than the run, or an early stop by a figure not evaluated.
     """
     config = config or TrainConfig()
     sync = sync or SyncConfig()
+    if not isinstance(optimizer, HybridOptimizer):
+        raise ValueError(
+            f"optimizer: a {type(optimizer).__name__}; train() takes the one that hybrid_parallel() returns"
+        )
     stop_early = config.early_stop
     if stop_early.metric and evaluate is None:
         raise ValueError(
@@ -205,7 +204,7 @@ def train(
         )
     check_even(loader, runtime)
     with synchronised(model, optimizer, sync) as ranks:
-        run = _Run(
+        run = TrainingRun(
             model,
             optimizer,
             loader,
@@ -223,7 +222,6 @@ def train(
         while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
             run.end_epoch(evaluate)
-        run.steps.finish()
         run.restore_best()
         run.close()
     return run.records.history
@@ -257,13 +255,13 @@ class _Records:
         self.log(record)
 
 
-class _Run:
+class TrainingRun:
     """The state of one call of :func:`train`: its collaborators and its position."""
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: KeyedOptimizer,
+        optimizer: HybridOptimizer,
         loader: Loader,
         runtime: Runtime,
         config: TrainConfig,
@@ -279,12 +277,13 @@ class _Run:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.loader = loader
+        # With checkpoints, one that can resume.
+        self.loader: Any = loader
         self.runtime = runtime
         self.config = config
         self.ranks = ranks
         self.checkpoints = checkpoints
-        self.observer = observer
+        self.observer: Any = observer
         self.watchdog = watchdog
         self.fresh_rows = fresh_rows
         total = config.epochs * len(loader)
@@ -408,7 +407,8 @@ class _Run:
         self.guard.meet()
         record = self.records.stamped("train", **self.window.take())
         for source in (self.loader, self.observer):
-            if isinstance(source, Reporting):
+            # Those of dynamic ids, and of predictions before a step; collective.
+            if hasattr(source, "figures"):
                 record |= source.figures()
         if self.schedule:
             record |= rates(self.optimizer)
@@ -495,7 +495,7 @@ class _Run:
             self.checkpoints.close()
 
 
-def _steps_of(run: _Run, sync: SyncConfig, total: int) -> Steps:
+def _steps_of(run: TrainingRun, sync: SyncConfig, total: int) -> Steps:
     """Returns the steps of a run, ``total`` of them, with the pipeline and the scaling of its settings."""
     config = run.config
     scaler = scaling(config, sync, run.optimizer, run.runtime)

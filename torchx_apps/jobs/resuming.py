@@ -261,7 +261,7 @@ def checkpoint_to_export(
         steps = together.on_main(folder.steps)
         if steps:
             break
-    best = (together.on_main(folder.best) or {}).get("step")
+    best = together.on_main(folder.best)
     if which is None:
         which = "best" if restores and best in steps else "last"
     if which == "last":

@@ -121,7 +121,13 @@ def build_model(job: Job, task: Task) -> nn.Module:
 
 def untrained_model(job: Job, task: Task) -> nn.Module:
     """Calls ``Job.build``; with dynamic ids a model's counts of items are those of its data, and no checkpoint's."""
-    model: nn.Module = job.build(job.model, data_for_build(job, task))
+    try:
+        model: nn.Module = job.build(job.model, data_for_build(job, task))
+    except ValueError as error:
+        # A module names its argument, which may be a setting by the same name.
+        if hasattr(job.model, str(error).partition("=")[0]):
+            raise ValueError(f"model.{error}") from None
+        raise
     # Another day's catalogue has other counts, of another size.
     if job.ids.features and isinstance(model, RetrievalModel):
         model.leave_out_counts()
@@ -214,17 +220,12 @@ def _check_local_steps(job: Job, runtime: Runtime) -> None:
 def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan and its explanation."""
     rows = job.loader.rank_rows(runtime.world_size)
-    constraints = small_tables_whole(model, runtime, job.plan, job.optimizer, job.sync)
+    config = small_tables_whole(model, runtime, job.plan, job.optimizer, job.sync)
     plan = plan_sharding(
-        model,
-        runtime,
-        job.plan,
-        optimizer=job.optimizer,
-        batch_size=rows,
-        constraints=constraints,
+        model, runtime, config, optimizer=job.optimizer, batch_size=rows
     )
     text = explain(plan, model, runtime.world_size, optimizer=job.optimizer)
-    return plan, f"{text}\n{SMALL_NOTE}" if constraints else text
+    return plan, text if config is job.plan else f"{text}\n{SMALL_NOTE}"
 
 
 def shard_job(

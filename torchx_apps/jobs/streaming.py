@@ -32,9 +32,9 @@ from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.sealed import remove_leftovers, write_whole
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
-from torchrec_ext.train.checkpoint.run import CheckpointedRun, RunCheckpoints
+from torchrec_ext.train.checkpoint.run import RunCheckpoints
 from torchrec_ext.train.guards import RunStoppedError
-from torchrec_ext.train.loop import train
+from torchrec_ext.train.loop import TrainingRun, train
 from torchx_apps.config import StreamOptions
 from torchx_apps.jobs.report import program
 from torchx_apps.jobs.resuming import asked_to_stop, find_checkpoint, hinting_at_resume
@@ -337,7 +337,7 @@ class Publisher:
         for hidden in folder.glob(".step-*.*"):
             remove_leftovers(folder / hidden.stem[1:])
 
-    def after_step(self, run: CheckpointedRun) -> None:
+    def after_step(self, run: TrainingRun) -> None:
         """Publishes the run's model if it is time, and training has had as long as the last publication took."""
         self._run = run
         if time.monotonic() >= self._training_until:
@@ -386,12 +386,12 @@ class StreamCheckpoints(RunCheckpoints):
         super().__init__(*arguments, **options)
         self._publisher = publisher
 
-    def after_step(self, run: CheckpointedRun) -> None:
+    def after_step(self, run: TrainingRun) -> None:
         """Saves and publishes if it is time."""
         super().after_step(run)
         self._publisher.after_step(run)
 
-    def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
+    def after_epoch(self, run: TrainingRun, *, last: bool, best: bool) -> None:
         """Saves and publishes at the end of the log as it is now."""
         # Tomorrow the log goes on, so this epoch has no end.
         run.at.ended = False

@@ -102,6 +102,10 @@ def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> 
             report.report_start(task, runtime, job.train.amp)
         parts = set_up(job, task, runtime)
         job = parts.job
+        parallel, optimizer = shard_job(parts, runtime)
+        evaluator = evaluator_of(task, parts.schema, parts.loader, parallel, runtime)
+        # Before there is a run folder.
+        check_watched(job, task, evaluator)
         run = open_run(job, run_dir, runtime, closing, member)
         folder = run.folder
         checkpointer = run.checkpointer
@@ -118,13 +122,10 @@ def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> 
             about = {MEANING: meaning_of_ids(task, parts.schema.dynamic)}
             print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
-        parallel, optimizer = shard_job(parts, runtime)
         if not run.checkpoint:
             _begin_with(parts, task, parallel, optimizer, runtime)
         # Dropout should differ between ranks.
         torch.manual_seed(job.train.seed + 1 + runtime.rank)
-        evaluator = evaluator_of(task, parts.schema, parts.loader, parallel, runtime)
-        check_watched(job, task, evaluator)
         checkpoints = None
         if checkpointer:
             checkpoints = RunCheckpoints(

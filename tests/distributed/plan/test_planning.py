@@ -10,7 +10,6 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import Storage
 
 from tests.contracts import run_ranks
@@ -118,7 +117,7 @@ def read_by_id() -> torch.nn.Module:
             (
                 lambda: small_model(META),
                 config,
-                "combination after applying user provided constraints for user_id; choose",
+                "combination after applying user provided constraints for user_id; another",
             )
             for config in (
                 {"kernel": "fused_uvm"},
@@ -135,7 +134,7 @@ def read_by_id() -> torch.nn.Module:
             (
                 read_by_id,
                 {"sharding": sharding},
-                "combination after applying user provided constraints for item; choose",
+                "combination after applying user provided constraints for item; another",
             )
             for sharding in ("table_row_wise", "grid_shard", "table_column_wise")
         ),
@@ -193,7 +192,7 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
             name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim
         )
 
-    def plan(*tables: EmbeddingBagConfig, kind: Any = "sgd") -> None:
+    def plan(*tables: EmbeddingBagConfig) -> None:
         model = two_tower(list(tables), [table("b", 9)], device=META)
         gpus = Runtime(world_size=8, local_world_size=8, device=torch.device("cuda"))
         cached = PlanConfig(
@@ -202,7 +201,7 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
             cache_load_factor=0.1,
             memory_gb=1,
         )
-        plan_sharding(model, gpus, cached, optimizer=OptimizerConfig(tables=kind))
+        plan_sharding(model, gpus, cached, optimizer=OptimizerConfig(tables="sgd"))
 
     here = "torchrec_ext.distributed.plan.planner"
     with (
@@ -214,26 +213,6 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
         fault = r"no sharding plan fits 8 rank\(s\) of .* add ranks or plan\.memory_gb"
         with pytest.raises(PlanError, match=rf"{fault}$"):
             plan(*tables)
-        with pytest.raises(PlanError, match=rf"{fault}, or take row_wise_adagrad$"):
-            plan(*tables, kind="adagrad")
-
-
-def test_constraints_of_torchrec_win() -> None:
-    model = small_model(META)
-    constraints = {"item_id": ParameterConstraints(sharding_types=["data_parallel"])}
-    plan = plan_sharding(
-        model, CPU, PlanConfig(sharding="table_wise"), constraints=constraints
-    )
-    kinds = {
-        name: kind.sharding_type
-        for module in plan.plan.values()
-        for name, kind in module.items()
-    }  # type: ignore[attr-defined]
-    assert kinds == {
-        "user_id": "table_wise",
-        "history": "table_wise",
-        "item_id": "data_parallel",
-    }
 
 
 def plan_text(runtime: Runtime, sharding: str) -> str:
@@ -260,13 +239,15 @@ def test_explain_says_what_lies_where() -> None:
 
 
 def broken(runtime: Runtime) -> str:
-    try:
-        plan_sharding(
-            small_model(META), runtime, constraints={"item_id": "not a constraint"}
-        )  # type: ignore[dict-item]
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    fault = AttributeError("no planner")
+    with (
+        unittest.mock.patch(
+            "torchrec_ext.distributed.plan.planner.draft", side_effect=fault
+        ),
+        pytest.raises(RuntimeError) as error,
+    ):
+        plan_sharding(small_model(META), runtime)
+    return str(error.value)
 
 
 def test_a_planner_that_breaks_on_rank_0_raises_the_same_on_every_rank() -> None:
@@ -289,12 +270,9 @@ def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_fr
     dim = table("user_id", 9).embedding_dim
     at_the_limit = towers_of(SMALL_WEIGHTS // dim - 9)
     for model in (small_model(META), at_the_limit):
-        constraints = small_tables_whole(model, TWO_RANKS, PlanConfig(), adagrad)
-        assert {
-            kind for one in constraints.values() for kind in one.sharding_types or ()
-        } == {"data_parallel"}
+        whole = small_tables_whole(model, TWO_RANKS, PlanConfig(), adagrad)
         with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-            plan = plan_sharding(model, TWO_RANKS, constraints=constraints)
+            plan = plan_sharding(model, TWO_RANKS, whole)
         kinds = {
             kind.sharding_type
             for module in plan.plan.values()
@@ -320,4 +298,4 @@ def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_fr
         ),
         (at_the_limit, TWO_RANKS, free, OptimizerConfig(clip_norm=1.0)),
     ):
-        assert small_tables_whole(model, runtime, config, optimizer) == {}
+        assert small_tables_whole(model, runtime, config, optimizer) is config

@@ -218,10 +218,10 @@ def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
         checkpointer.save(step, model_state(filled(step)))
         if step == 2:
-            checkpointer.mark_best(2, {"auc": 0.9})
+            checkpointer.mark_best(2)
     checkpointer.close()
     assert checkpointer.folder.steps() == [5, 4, 2]
-    assert checkpointer.folder.best() == {"step": 2, "auc": 0.9}
+    assert checkpointer.folder.best() == 2
 
 
 def test_what_was_never_finished_is_no_checkpoint_and_is_removed(

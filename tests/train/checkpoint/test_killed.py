@@ -40,12 +40,12 @@ def run(
     name: str,
     plan: str,
     *,
-    resume: bool | str,
+    resume: bool,
     rate: float = 0.1,
     keep: int = 3,
     epochs: int = EPOCHS,
 ) -> Any:
-    """Trains to the end, from the newest checkpoint or the one at a path; ``rate`` is that of the tables."""
+    """Trains to the end, from the newest checkpoint; ``rate`` is that of the tables."""
     data = checkerboard_data(users=20, items=28)
     optimizers = OptimizerConfig(tables="adagrad", tables_lr=rate)
     file = folder / f"{name}-{runtime.rank}.jsonl"
@@ -58,13 +58,7 @@ def run(
     checkpointer = Checkpointer(str(folder / "checkpoints"), runtime, keep=keep)
     if runtime.is_main:
         checkpointer.folder.clean()
-    path = (
-        resume
-        if isinstance(resume, str)
-        else checkpointer.last_good()
-        if resume
-        else None
-    )
+    path = checkpointer.last_good() if resume else None
     assert (path is None) != bool(resume)
     history = train(
         parallel,

@@ -1,11 +1,10 @@
-"""A line that moves where stderr is a terminal, and plain lines anywhere."""
+"""Plain lines of a run where there is no terminal."""
 
 import io
 import sys
 
 import pytest
 
-from torchrec_ext.terminal import terminal
 from torchrec_ext.train.report.progress import Progress
 
 pytestmark = pytest.mark.unit
@@ -21,7 +20,6 @@ def test_a_file_gets_plain_lines_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert terminal() is None
     progress = Progress(total=4, visible=True)
     progress.advance()
     progress.show(TRAIN)

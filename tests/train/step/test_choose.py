@@ -54,7 +54,6 @@ def by_setting(runtime: Runtime) -> dict[str, list[Any]]:
         "auto": records(runtime, compile="auto"),
         "captured": records(runtime, compile="auto", pays=0.0, sync=local),
         "required": records(runtime, compile="require", sync=local),
-        "ends at once": records(runtime, compile="require", sync=local, count=2),
     }
     if runtime.world_size > 1:
         results["waiting"] = records(runtime, compile="auto", pays=0.0)
@@ -81,7 +80,6 @@ ALONE = {
     "auto": rf"eager: capturing pays from [\d,]+ steps on, and 28 are left; {MS} a step",
     "captured": rf"captured since step 13: {MS} a step, eager {MS}",
     "required": rf"captured since step 3: {MS} a step, eager {MS}",
-    "ends at once": rf"eager: 2 steps are too few to look at; {MS} a step",
 }
 
 

@@ -63,12 +63,7 @@ class Override:
     @property
     def changes(self) -> dict[str, Any]:
         """What it changes, by field of :class:`Choice`."""
-        changes: dict[str, Any] = {}
-        for name in ("kind", *_NUMBERS):
-            value = getattr(self, name)
-            if value is not None:
-                changes[name] = value
-        return changes
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def _fits(pattern: str, name: str) -> bool:
@@ -94,7 +89,6 @@ class Choice:
         betas: decay rates of Adam's first and second moment.
         weight_decay: decoupled weight decay, AdamW's.
         l2: factor of the squared norm added to the loss; ``adam`` only.
-        decays_all_rows: whether rows of a table without a gradient decay too, as torch's AdamW has it.
     """
 
     kind: str
@@ -103,7 +97,6 @@ class Choice:
     betas: tuple[float, float]
     weight_decay: float
     l2: float = 0.0
-    decays_all_rows: bool = False
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {"lr": self.lr}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -45,7 +44,6 @@ from torchrec_ext.distributed.sharders import (
     sharders,
 )
 from torchrec_ext.distributed.tables import tables_of
-from torchrec_ext.schema.validation import listed
 
 
 class PlanError(ValueError):
@@ -66,7 +64,6 @@ class Request(NamedTuple):
         runtime: Runtime,
         config: PlanConfig,
         optimizer: OptimizerConfig,
-        constraints: Mapping[str, ParameterConstraints],
     ) -> Request:
         """Builds the request for all tables of ``model``.
 
@@ -75,20 +72,13 @@ class Request(NamedTuple):
             runtime: description of the ranks.
             config: sharding types.
             optimizer: optimizers of the tables.
-            constraints: TorchRec's constraints by table name, in place of those of ``config``.
 
         Raises:
             PlanError: a table cannot be sharded as asked on these ranks.
         """
         tables = tables_of(model)
         choices = declare_table_optimizer(model, optimizer)
-        names = [table.name for table in tables]
-        asked = config.choices(names)
-        for name in constraints:
-            if name not in asked:
-                raise PlanError(
-                    f"constraints: '{name}' is no table of the model; its tables are {listed(names)}"
-                )
+        asked = config.choices([table.name for table in tables])
         kinds = {}
         for name, choice in asked.items():
             kinds[name] = choice.sharding
@@ -98,13 +88,13 @@ class Request(NamedTuple):
                 kinds[name] = "data_parallel"
         types = shardings(tables, choices, kinds, runtime.device.type)
         by_host = not set(BY_HOST).isdisjoint(types.values())
-        derived: dict[str, ParameterConstraints] = {}
+        constraints: dict[str, ParameterConstraints] = {}
         for table in tables:
             choice = asked[table.name]._replace(sharding=types[table.name])
             constraint = _constraint(table, choice, runtime, by_host=by_host)
             if constraint is not None:
-                derived[table.name] = constraint
-        return cls(tables, choices, {**derived, **constraints})
+                constraints[table.name] = constraint
+        return cls(tables, choices, constraints)
 
 
 def draft(
@@ -151,10 +141,10 @@ def draft(
     except PlannerError as error:
         raise PlanError(_refusal(error, request, topology)) from None
     except RuntimeError as error:
-        # Of a kernel that the device or the sharding type has not.
+        # Most are of a kernel that the device or the sharding type has not.
         first = str(error).strip().partition(". ")[0]
         raise PlanError(
-            f"{first[:130]}; choose another plan.sharding or plan.kernel"
+            f"TorchRec's planner: {first[:120]}; another plan.sharding or plan.kernel may fit"
         ) from None
     finally:
         logging.getLogger().removeFilter(_not_of_replicated_tables)
@@ -174,13 +164,10 @@ def _refusal(error: PlannerError, request: Request, topology: Topology) -> str:
         state = state_storage(request.choices[table.name], shape, "fused", "cpu")
         sizes[table.name] = table_bytes(table) + state.ddr
     largest = max(sizes, key=sizes.__getitem__)
-    of_largest = request.choices[largest].kind
-    small = ("sgd", "row_wise_adagrad")  # no state, and one number for each row
-    smaller = "" if of_largest in small else ", or take row_wise_adagrad"
     return (
         f"no sharding plan fits {topology.world_size} rank(s) of {size_text(storage.hbm or storage.ddr)}: tables with "
         f"state take {size_text(sum(sizes.values()))}, '{largest}' {size_text(sizes[largest])}; add ranks or "
-        f"plan.memory_gb{smaller}"
+        "plan.memory_gb"
     )
 
 

@@ -115,14 +115,10 @@ def _placed(
 ) -> tuple[str, list[tuple[int, Sequence[int]]]]:
     """Returns where a table's shards are, in words, and the rank and (rows, columns) of each."""
     spec = sharding.sharding_spec
-    # A table that its ranks replicate has no shards, and a plan may leave out its ranks.
+    # A table that the ranks replicate has no shards.
     if spec is None:
-        ranks = sharding.ranks or range(world_size)
-        where = "every rank"
-        if len(ranks) < world_size:
-            where = f"each of the ranks {', '.join(map(str, ranks))}"
         whole = (table.num_embeddings, table.embedding_dim)
-        return where, [(rank, whole) for rank in ranks]
+        return "every rank", [(rank, whole) for rank in range(world_size)]
     texts = []
     shards = []
     for shard in spec.shards:

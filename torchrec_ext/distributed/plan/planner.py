@@ -1,13 +1,13 @@
 """plan_sharding(): TorchRec's planner on the devices of this job.
 
-small_tables_whole(): constraints by which tables that are small all together are on every rank, where it is free.
+small_tables_whole(): settings by which tables that are small all together are on every rank, where it is free.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from collections.abc import Mapping
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
@@ -15,20 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.remote_device import _remote_device
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    ModuleShardingPlan,
-    ShardingPlan,
-    ShardingType,
-)
+from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -40,7 +34,7 @@ from torchrec_ext.distributed.plan.draft import (
 from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sharders import refused_because
 from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.distributed.tables import tables_of
+from torchrec_ext.distributed.tables import table_shardings, tables_of
 
 
 def plan_sharding(
@@ -50,7 +44,6 @@ def plan_sharding(
     *,
     optimizer: OptimizerConfig | None = None,
     batch_size: int = 512,
-    constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> ShardingPlan:
     """Plans the sharding of ``model`` on the ranks of this job with TorchRec's planner. Collective.
 
@@ -62,16 +55,13 @@ def plan_sharding(
         config: sharding types and memory.
         optimizer: optimizers of the tables, whose state takes memory too; those given to :func:`hybrid_parallel`.
         batch_size: rows per rank and step, for the cost model.
-        constraints: TorchRec's own constraints by table name, in place of what ``config`` says of the table.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked.
     """
     config = config or PlanConfig()
     # On all ranks: settings that cannot be are the same error everywhere.
-    request = Request.of(
-        model, runtime, config, optimizer or OptimizerConfig(), constraints or {}
-    )
+    request = Request.of(model, runtime, config, optimizer or OptimizerConfig())
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other
     # ranks waiting where it fails.
@@ -120,8 +110,8 @@ def small_tables_whole(
     config: PlanConfig,
     optimizer: OptimizerConfig,
     sync: SyncConfig | None = None,
-) -> dict[str, ParameterConstraints]:
-    """Returns constraints that replicate every table if all together have few weights.
+) -> PlanConfig:
+    """Returns settings that replicate every table if all together have few weights.
 
     TorchRec's cost model counts bytes, and so shards tables whatever their size. On a CPU a step without exchanges is
     faster as long as all gradients together travel in about the time of the messages that it saves.
@@ -134,8 +124,8 @@ def small_tables_whole(
         sync: what ranks exchange; the rule was measured for gradients exchanged in every step, the default.
 
     Returns:
-        Constraints for :func:`plan_sharding`; none if a table is large, asked for otherwise, or cannot be on every
-        rank, or where there is one rank or a GPU.
+        ``config`` with these settings; as it is if a table is large, asked for otherwise, or cannot be on every rank,
+        or where there is one rank or a GPU.
     """
     tables = tables_of(model)
     replicated = ShardingType.DATA_PARALLEL.value
@@ -153,9 +143,8 @@ def small_tables_whole(
         or weights > SMALL_WEIGHTS
         or not (free and possible)
     ):
-        return {}
-    constraint = ParameterConstraints(sharding_types=[replicated])
-    return {table.name: constraint for table in tables}
+        return config
+    return dataclasses.replace(config, sharding="data_parallel")
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
@@ -166,29 +155,13 @@ def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
     """
     if runtime.device.type == "cpu":
         return plan
-    return ShardingPlan(
-        {path: _on_own_device(module, runtime) for path, module in plan.plan.items()}
-    )
-
-
-def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleShardingPlan:
-    if not isinstance(plan, EmbeddingModuleShardingPlan):
-        return plan
-    shardings = {}
+    moved = copy.deepcopy(plan)
     device = _remote_device(f"rank:{runtime.rank}/{runtime.device}")
-    for name, sharding in plan.items():
-        spec = sharding.sharding_spec
-        if isinstance(spec, EnumerableShardingSpec):
-            shards = []
-            for shard in spec.shards:
-                if shard.placement.rank() == runtime.rank:
-                    shard = dataclasses.replace(shard, placement=device)
-                shards.append(shard)
-            sharding = dataclasses.replace(
-                sharding, sharding_spec=EnumerableShardingSpec(shards)
-            )
-        shardings[name] = sharding
-    return EmbeddingModuleShardingPlan(shardings)
+    for sharding in table_shardings(moved).values():
+        for shard in getattr(sharding.sharding_spec, "shards", ()):
+            if shard.placement.rank() == runtime.rank:
+                shard.placement = device
+    return moved
 
 
 def _topology(runtime: Runtime, capacity: int, host: int) -> Topology:

@@ -99,8 +99,8 @@ def build() -> Path:
     return path
 
 
-def compile_to(path: Path, *flags: str) -> None:
-    """Compiles the library to a file, with the compiler's ``flags`` last.
+def compile_to(path: Path) -> None:
+    """Compiles the library to a file.
 
     Raises:
         LibraryError: there is no compiler, or it fails.
@@ -129,7 +129,6 @@ def compile_to(path: Path, *flags: str) -> None:
         str(SOURCES[0]),
         *(f"-L{folder}" for folder in cpp_extension.library_paths()),
         *("-lc10", "-ltorch_cpu", "-ltorch_python"),
-        *flags,
     ]
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:

@@ -74,6 +74,8 @@ class Checkpointer:
         # The step that was loaded; newer checkpoints are of another future.
         self._begun: float = math.inf
         self._has_saved = False
+        # The checkpoint whose files were compared with their digests last.
+        self._good: str | None = None
         if runtime.world_size > 1 or self.folder.remote:
             check_shared(self.folder, self.together)
         self.together.on_main(self.folder.lock)
@@ -162,7 +164,7 @@ class Checkpointer:
             self._copies.close()
             self.folder.unlock()
 
-    def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
+    def mark_best(self, step: int) -> None:
         """Moves the mark of the best checkpoint to ``step``; the marked checkpoint is never pruned.
 
         It waits for the save in flight, so that the mark never names a checkpoint that is not complete.
@@ -170,7 +172,7 @@ class Checkpointer:
         self.wait()
 
         def mark() -> None:
-            self.folder.mark_best({"step": step, **figures})
+            self.folder.mark_best(step)
             self.folder.prune(self._keep)
 
         self.together.on_main(mark)
@@ -184,7 +186,8 @@ class Checkpointer:
             say: called on rank 0 with a line for each newer, damaged checkpoint.
         """
         self.wait()
-        return newest_good(self.folder, self.together, say)
+        self._good = newest_good(self.folder, self.together, say)
+        return self._good
 
     def load(
         self,
@@ -216,15 +219,18 @@ class Checkpointer:
         return saved.manifest | {"content": content}
 
     def verified(self, path: str) -> Saved:
-        """Returns a checkpoint whose files fit their digests. Collective.
+        """Returns a checkpoint whose files fit their digests, which :meth:`last_good` may just have found. Collective.
 
         Raises:
             CheckpointError: it is damaged.
         """
         self.wait()
-        wrong = damage(path, self.together)
-        if wrong:
-            raise CheckpointError(wrong)
+        if path != self._good:
+            wrong = damage(path, self.together)
+            if wrong:
+                raise CheckpointError(wrong)
+        # Once: files may change later.
+        self._good = None
         return read_checkpoint(path)
 
     def _make_room(self, step: int) -> None:

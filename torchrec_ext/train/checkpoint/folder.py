@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.sealed import (
     difference,
-    json_digest,
     measure_stream,
     open_plain,
     sealed_json,
@@ -72,7 +71,7 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
     """
     try:
         manifest = json.loads(data)
-        sha = manifest.pop("sha256")
+        del manifest["sha256"]
         version = manifest["format"]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
@@ -81,9 +80,9 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
             f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: take the release that wrote it (1: "
             "0.1.0), whose torchx_apps.publish keeps the weights"
         )
-    # The bytes are compared too: JSON with, for example, a key given twice has the same
-    # content under other bytes.
-    if sha != json_digest(manifest) or data != sealed(manifest):
+    # The bytes, its digest among them: JSON with, for example, a key given twice has the
+    # same content under other bytes.
+    if data != sealed(manifest):
         raise CheckpointError(
             f"{where} is damaged: its content does not fit its digest"
         )
@@ -167,9 +166,9 @@ class CheckpointFolder:
 
     def prune(self, keep: int) -> None:
         """Removes all checkpoints except the newest ``keep`` and the best."""
-        best = self.best() or {"step": None}
+        best = self.best()
         for step in self.steps()[keep:]:
-            if step != best["step"]:
+            if step != best:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
@@ -202,12 +201,13 @@ class CheckpointFolder:
         steps = ", ".join(f"{newer:,}" for newer in sorted(ahead))
         return f"set aside: the checkpoints of step {steps}, ahead of step {step:,}, are {self.address}/aside-*"
 
-    def mark_best(self, figures: Mapping[str, Any] | None) -> None:
-        """Marks the checkpoint of the best evaluation: its ``step``, and its figures; None for none."""
-        self.write(f"{self.address}/{_BEST_NAME}", f"{json.dumps(figures)}\n".encode())
+    def mark_best(self, step: int | None) -> None:
+        """Marks the checkpoint of the best evaluation; None for none."""
+        mark = json.dumps({"step": step})
+        self.write(f"{self.address}/{_BEST_NAME}", f"{mark}\n".encode())
 
-    def best(self) -> dict[str, Any] | None:
-        """Returns what :meth:`mark_best` has marked; None if it is nothing, or damaged."""
+    def best(self) -> int | None:
+        """Returns the step that :meth:`mark_best` has marked; None if it is none, or damaged."""
         mark = None
         # Behind an address there is no atomic write, so a mark may be cut short.
         with (
@@ -215,7 +215,7 @@ class CheckpointFolder:
             _open(self.files, f"{self.address}/{_BEST_NAME}") as stream,
         ):
             mark = json.loads(stream.read())
-        return mark if isinstance(mark, dict) and "step" in mark else None
+        return mark.get("step") if isinstance(mark, dict) else None
 
     def write(self, path: str, content: bytes) -> None:
         """Writes a file below the folder, atomically in a local one."""

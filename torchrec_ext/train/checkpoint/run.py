@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import ResumableLoader
-from torchrec_ext.distributed.runtime import Runtime, gather_objects
+from torchrec_ext.distributed.runtime import gather_objects
 from torchrec_ext.sealed import package_versions
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
@@ -28,8 +28,9 @@ from torchrec_ext.train.checkpoint.folder import (
 from torchrec_ext.train.checkpoint.load import load_checkpoint, load_tensors
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
-from torchrec_ext.train.early_stop import EarlyStopWatch
-from torchrec_ext.train.report.progress import Window
+
+if TYPE_CHECKING:
+    from torchrec_ext.train.loop import TrainingRun
 
 
 @dataclass
@@ -57,52 +58,6 @@ class Position:
         self.ended = False
 
 
-class DynamicLoader(Protocol):
-    """A loader with dynamic ids, such as a DynamicIdLoader."""
-
-    def load_ids(self, state: Mapping[str, Any]) -> None:
-        """Continues with the ids of a loader's state."""
-
-
-@runtime_checkable
-class ResumableObserver(Protocol):
-    """An observer of steps whose sums since the last record go on after a resume; they are equal on all ranks."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the sums, for JSON."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues with sums of :meth:`state_dict`."""
-
-
-class CheckpointedRun(Protocol):
-    """The parts of a run saved in a checkpoint."""
-
-    model: nn.Module
-    optimizer: KeyedOptimizer
-    runtime: Runtime
-    at: Position
-
-    def settle(self) -> None:
-        """Completes deferred work, so that the state is equal on all ranks and safe to save; all ranks call it."""
-
-    @property
-    def loader(self) -> Any:
-        """The loader of the training batches."""
-
-    @property
-    def watch(self) -> EarlyStopWatch:
-        """The state of early stopping."""
-
-    @property
-    def window(self) -> Window:
-        """The sums of the next record."""
-
-    @property
-    def observer(self) -> Any:
-        """The observer of the steps, a :class:`ResumableObserver` if it has sums; None without one."""
-
-
 class RunCheckpoints:
     """Saves a run by the settings in ``config``, and restores it.
 
@@ -123,8 +78,11 @@ class RunCheckpoints:
     Args:
         checkpointer: writes and reads the checkpoints.
         config: epochs and steps between two checkpoints.
-        resume: path of the checkpoint to begin from; None starts a new run.
+        resume: path of the checkpoint to begin from, in the checkpointer's folder; None starts a new run.
         about: further entries of the manifest, ready for JSON, such as the job's settings.
+
+    Raises:
+        ValueError: ``resume`` is in another folder.
     """
 
     def __init__(
@@ -135,6 +93,11 @@ class RunCheckpoints:
         resume: str | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
+        folder = checkpointer.folder.address
+        if resume is not None and resume.rpartition("/")[0] != folder:
+            raise ValueError(
+                f"resume={resume[:60]!r}: a run goes on in its own folder, {folder[-60:]}; a new one takes begin_with"
+            )
         self._checkpointer = checkpointer
         self._config = config
         self._resume = resume
@@ -154,7 +117,7 @@ class RunCheckpoints:
         folder = self._checkpointer.folder
         return next(map(folder.path, folder.steps()), "")
 
-    def restore(self, run: CheckpointedRun) -> Position:
+    def restore(self, run: TrainingRun) -> Position:
         """Loads the checkpoint to begin from, if there is one, and returns the position of the run.
 
         Raises:
@@ -173,7 +136,7 @@ class RunCheckpoints:
         content = checkpointer.load(self._resume, state)["content"]
         position = Position(**content["position"])
         run.watch.load_state_dict(content["watch"])
-        if isinstance(run.observer, ResumableObserver) and content["observer"]:
+        if content["observer"] and hasattr(run.observer, "load_state_dict"):
             run.observer.load_state_dict(content["observer"])
         _restore_rank(content["ranks"], run)
         try:
@@ -181,36 +144,33 @@ class RunCheckpoints:
         # The rest of the epoch would have other samples than the missing ones.
         except ValueError as error:
             raise ValueError(f"checkpoint '{self._resume}': {error}") from None
-        # Resumed in its own folder, the run need not save this step again; in another
-        # folder it must.
-        if _parent(self._resume) == checkpointer.folder.address:
-            self._last_saved_step = position.step
-            checkpointer.together.on_main(
-                lambda: _mark_again(checkpointer.folder, content["watch"]["best"])
-            )
+        self._last_saved_step = position.step
+        checkpointer.together.on_main(
+            lambda: _mark_again(checkpointer.folder, content["watch"]["best"])
+        )
         return position
 
-    def after_step(self, run: CheckpointedRun) -> None:
+    def after_step(self, run: TrainingRun) -> None:
         """Saves a checkpoint if one is due after this step."""
         if _is_due(run.at.step, self._config.steps):
             self.save(run)
 
-    def before_evaluation(self, run: CheckpointedRun, *, last: bool) -> None:
+    def before_evaluation(self, run: TrainingRun, *, last: bool) -> None:
         """Saves if a checkpoint is due or in the ``last`` epoch, because an evaluation may take long and be stopped.
 
         A run resumed from here evaluates first.
         """
         self._save_if_due(run, wanted=last)
 
-    def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
+    def after_epoch(self, run: TrainingRun, *, last: bool, best: bool) -> None:
         """Saves if a checkpoint is due, or after the ``last`` epoch; marks it if it is the ``best`` so far.
 
         A checkpoint saved before the evaluation is not saved again: a run that goes on from it evaluates once more.
         """
         if self._save_if_due(run, wanted=last or best) and best:
-            self._checkpointer.mark_best(run.at.step, run.watch.best or {})
+            self._checkpointer.mark_best(run.at.step)
 
-    def _save_if_due(self, run: CheckpointedRun, *, wanted: bool) -> bool:
+    def _save_if_due(self, run: TrainingRun, *, wanted: bool) -> bool:
         config = self._config
         saves = _is_due(run.at.epoch + 1, config.epochs) or _is_due(
             run.at.step, config.steps
@@ -225,33 +185,28 @@ class RunCheckpoints:
 
         Args:
             model: model from :func:`hybrid_parallel`, or unsharded.
-            step: step of a checkpoint in the run's folder, or in the folder that the run was resumed from.
+            step: step of a checkpoint.
         """
         checkpointer = self._checkpointer
         checkpointer.wait()
-        together = checkpointer.together
-        roots = [checkpointer.folder.address]
-        if self._resume:
-            roots.append(_parent(self._resume))
-        for root in roots:
-            folder = CheckpointFolder(root)
-            if step not in together.on_main(folder.steps):
-                continue
-            # On all ranks alike.
-            with suppress(CheckpointError):
-                saved = checkpointer.verified(folder.path(step))
-                # Without the optimizer, whose state has no use after the end of a run.
-                load_tensors(saved, model_state(model).tensors, together.group)
-                return True
+        together, folder = checkpointer.together, checkpointer.folder
+        if step not in together.on_main(folder.steps):
+            return False
+        # On all ranks alike.
+        with suppress(CheckpointError):
+            saved = checkpointer.verified(folder.path(step))
+            # Without the optimizer, whose state has no use after the end of a run.
+            load_tensors(saved, model_state(model).tensors, together.group)
+            return True
         return False
 
-    def save(self, run: CheckpointedRun) -> None:
+    def save(self, run: TrainingRun) -> None:
         """Begins to save in the background, unless this step is saved already."""
         if self._last_saved_step == run.at.step:
             return
         run.settle()
         observer = None
-        if isinstance(run.observer, ResumableObserver):
+        if hasattr(run.observer, "state_dict"):
             observer = run.observer.state_dict()
         content = {
             **self._about,
@@ -278,17 +233,12 @@ def _is_due(number: int, every: int) -> bool:
 
 def _mark_again(folder: CheckpointFolder, best: Mapping[str, Any] | None) -> None:
     """Moves the mark to the best evaluation of a run that goes on, which a later one may have had."""
-    mark = best and {"step": best["best_step"], **best}
-    if folder.best() != mark:
-        folder.mark_best(mark)
+    step = best["best_step"] if best else None
+    if folder.best() != step:
+        folder.mark_best(step)
 
 
-def _parent(path: str) -> str:
-    """Returns the folder of a checkpoint."""
-    return path.rstrip("/").rpartition("/")[0]
-
-
-def _state_of_rank(run: CheckpointedRun) -> dict[str, Any]:
+def _state_of_rank(run: TrainingRun) -> dict[str, Any]:
     """Returns this rank's state: the random states for dropout, and the sums of the next record."""
     state = {"cpu": torch.get_rng_state(), "sums": run.window.sums.cpu()}
     if run.runtime.device.type == "cuda":
@@ -296,7 +246,7 @@ def _state_of_rank(run: CheckpointedRun) -> dict[str, Any]:
     return state
 
 
-def _restore_rank(saved: Sequence[Mapping[str, Tensor]], run: CheckpointedRun) -> None:
+def _restore_rank(saved: Sequence[Mapping[str, Tensor]], run: TrainingRun) -> None:
     """Restores this rank's state, given those of all ranks; another number of them shares the sums alone."""
     runtime = run.runtime
     sums = torch.stack([state["sums"] for state in saved])
@@ -323,7 +273,7 @@ def begin_with(
     together: CheckpointRanks,
     config: StartConfig,
     cold: Mapping[str, int],
-    loader: DynamicLoader | None = None,
+    loader: Any = None,
 ) -> str:
     """Loads the checkpoint at ``path``; returns a text about differences to the model; all ranks call it.
 

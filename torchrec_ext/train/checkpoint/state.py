@@ -199,9 +199,11 @@ class SavePlanner(DefaultSavePlanner):
         if isinstance(value, Parts):
             value = value.block(index.offset or ())
         if value.is_floating_point() and not _is_finite(value):
+            remedy = ", with lower learning rates or optimizer.clip_norm"
+            if index.fqn.startswith(CONTENT):
+                remedy = ""
             raise CheckpointError(
-                f"{index.fqn} is not finite, and is not saved; go on from the checkpoint before, with lower "
-                "learning rates or optimizer.clip_norm"
+                f"{index.fqn} is not finite, and is not saved; go on from the checkpoint before{remedy}"
             )
         return _own_storage(value)
 

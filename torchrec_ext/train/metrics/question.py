@@ -237,7 +237,7 @@ def hits_by(
                 [0.]])
     """
     gains = [torch.zeros(0, k)]
-    for block in _blocks(0, question.queries, num_items, _SCORES_PER_BLOCK):
+    for block in _blocks(question.queries, num_items, _SCORES_PER_BLOCK):
         scores = score(block)
         ids = question.ids(block)
         if ids is not None:
@@ -247,10 +247,10 @@ def hits_by(
     return question.hits(torch.cat(gains))
 
 
-def _blocks(start: int, stop: int, width: int, most: int) -> list[slice]:
+def _blocks(count: int, width: int, most: int) -> list[slice]:
     """Cuts queries into blocks of about ``most`` scores."""
     rows = max(_LEAST_QUERIES, most // max(1, width))
-    return [slice(first, min(first + rows, stop)) for first in range(start, stop, rows)]
+    return [slice(first, min(first + rows, count)) for first in range(0, count, rows)]
 
 
 def popularity_hits(popularity: Tensor, question: Question, *, k: int) -> Hits:
@@ -300,7 +300,7 @@ def model_hits(
     if question.candidates is not None:
         width, most = 1 + question.candidates.shape[1], _PAIRS_PER_BLOCK
     gains = [torch.zeros(0, k, device=runtime.device)]
-    for block in _blocks(0, len(own[0]), width, most):
+    for block in _blocks(len(own[0]), width, most):
         outputs = [output[block] for output in own]
         ids = question.ids(slice(start + block.start, start + block.stop))
         if ids is None:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.runtime import Runtime, gather_objects
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.ids.ranks import gather_rows
 
 # A batch and the number of its rows that count; the rest is padding.
 Kept = tuple[TowerBatch, int]
@@ -105,14 +105,4 @@ def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
     """Concatenates the rows (n_r, ...) of all ranks; their numbers n_r may differ."""
     if runtime.world_size == 1:
         return rows
-    # all_gather needs equal shapes, so the rows are padded to the longest rank's number
-    # and cut afterwards.
-    lengths = gather_objects(len(rows), runtime.world_size)
-    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    received = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(received, padded)
-    parts = []
-    for rows_of_rank, length in zip(received, lengths, strict=True):
-        parts.append(rows_of_rank[:length])
-    return torch.cat(parts)
+    return gather_rows(rows)

@@ -23,7 +23,6 @@ from tqdm import tqdm
 from torchrec_ext.batch import ENDLESS
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.sealed import write_whole
-from torchrec_ext.terminal import step_line, terminal
 from torchrec_ext.train.config import Record
 
 # Steps to sum in one go: fewer small operations on the device.
@@ -175,10 +174,9 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
 
 
 class Progress:
-    """Shows a bar on a terminal, and a line per record elsewhere, because a log file keeps every redraw of a bar."""
+    """Shows a bar on a terminal alone, because a log file keeps every redraw of it, and a line per record."""
 
     def __init__(self, total: int, visible: bool, done: int = 0) -> None:
-        self._terminal = terminal() if visible else None
         self._visible = visible
         # tqdm draws no bar, but the steps and their rate, if the total is None.
         self._total = None if total == ENDLESS else total
@@ -186,8 +184,8 @@ class Progress:
             total=self._total,
             initial=done,
             unit="step",
-            file=self._terminal,
-            disable=self._terminal is None,
+            # None is tqdm's word for no bar where stderr is no terminal.
+            disable=None if visible else True,
             dynamic_ncols=True,
         )
 
@@ -201,27 +199,17 @@ class Progress:
         self._bar.update()
 
     def show(self, record: dict[str, Any]) -> None:
-        """Shows the figures of a record."""
+        """Shows the figures of a record, or the message of a stop."""
         figures = []
         for name, value in record.items():
             if isinstance(value, float):
                 figures.append(f"{name} {_readable(name, value)}")
-        is_step = record["kind"] == "train"
+        of_total = "" if self._total is None else f" of {self._total}"
+        place = f"epoch {record['epoch']}, step {record['step']}{of_total}"
         if record["kind"] == "stop":
             self.say(record["message"])
-        elif is_step:
-            # Further figures would leave no room for the bar.
-            self._bar.set_postfix_str(
-                f"loss {record['loss']:.4f}, {record.get('rows_per_s', 0.0):,.0f} rows/s"
-            )
-        # The bar on this process's own terminal shows the figures of steps. The log of
-        # a launcher needs them too.
-        if figures and not (is_step and self._terminal is sys.stderr):
-            self.say(
-                step_line(
-                    record["epoch"], record["step"], self._total, ", ".join(figures)
-                )
-            )
+        elif figures:
+            self.say(f"{place}: {', '.join(figures)}")
 
     def say(self, text: str) -> None:
         """Prints a line above the bar, on rank 0 only."""

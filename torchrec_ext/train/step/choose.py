@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture import policy as capture_policy
@@ -84,7 +83,7 @@ class Steps:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: KeyedOptimizer,
+        optimizer: HybridOptimizer,
         runtime: Runtime,
         pipeline: TrainPipelineSparseDist[TowerBatch, Any],
         ranks: EveryStep,
@@ -103,7 +102,7 @@ class Steps:
         self._step: CapturedStep | None = None
         self._plain: PlainStep | None = None
         # On a GPU the pipeline overlaps copies with kernels, which a plain step does not.
-        if runtime.device.type == "cpu" and isinstance(optimizer, HybridOptimizer):
+        if runtime.device.type == "cpu":
             # The pipeline does the same, only slower.
             with suppress(CannotCaptureError):
                 self._plain = PlainStep(
@@ -182,16 +181,6 @@ class Steps:
             self._policy.note(f"note: look-ups of ids are not compiled: {error}")
             return None
 
-    def finish(self) -> None:
-        """Reports the choice after the last step, if there were too few steps for a report before."""
-        policy = self._policy
-        if not policy.is_reported and policy.eager_seconds:
-            policy.reason = (
-                policy.reason
-                or f"{len(policy.eager_seconds):,} steps are too few to look at"
-            )
-            self._report()
-
     def settle(self) -> None:
         """Completes deferred updates: model and optimizer then equal those after the same number of eager steps."""
         if self._step is not None:
@@ -247,8 +236,7 @@ class Steps:
             "eager_ms": policy.eager_s * 1e3,
             "message": policy.describe_eager(),
         }
-        # A run that ends with its last watched step has no captured one to time.
-        if self._step is not None and policy.captured_seconds:
+        if self._step is not None:
             eager = milliseconds(policy.eager_s)
             figures["captured"] = True
             figures["captured_ms"] = policy.captured_s * 1e3
@@ -289,10 +277,6 @@ class Steps:
         return step
 
     def _engine(self) -> tuple[StepExecutor, str]:
-        if not isinstance(self._optimizer, HybridOptimizer):
-            raise CannotCaptureError(
-                f"the optimizer is a {type(self._optimizer).__name__}, not that of hybrid_parallel()"
-            )
         if self._config.scaling is not None:
             raise CannotCaptureError(
                 "train.amp=fp16 leaves out steps whose gradients overflow; bf16 needs no such look at them"
@@ -329,9 +313,8 @@ class Steps:
                 ways = "" if captures_before else f"; {step.describe()}"
                 self._say(f"... {time.perf_counter() - start:.1f} s{ways}")
             # A captured step updates by its own kernels, so nobody else calls these.
-            if isinstance(self._optimizer, HybridOptimizer):
-                for call in self._optimizer.after_step:
-                    call()
+            for call in self._optimizer.after_step:
+                call()
             yield output
 
     def _run_eager_instead(

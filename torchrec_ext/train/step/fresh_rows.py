@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
-    get_unwrapped_module,
 )
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.batch import Fresh, TowerBatch
+from torchrec_ext.batch import Fresh
 from torchrec_ext.distributed.tables import (
     draw_rows,
     table_shardings,
@@ -35,8 +32,8 @@ Begin = Callable[[str, Tensor], Tensor]
 class FreshRows:
     """Writes a batch's notes about fresh rows into a model, just before the batch is looked up.
 
-    Each rank writes the rectangles that it holds, and nothing is sent. :func:`train` does it by itself; in a loop of
-    one's own :meth:`attach` makes the model do it in each forward.
+    Each rank writes the rectangles that it holds, and nothing is sent. :func:`train` does it by itself; a loop of one's
+    own calls it before each forward.
 
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded.
@@ -47,8 +44,9 @@ class FreshRows:
         ValueError: a table is in a kernel that keeps copies of its rows in a cache, which a write would miss.
 
     Example: (after ``model, optimizer = hybrid_parallel(...)``)
-        FreshRows(model, optimizer).attach()
+        begin_rows = FreshRows(model, optimizer)
         for batch in DynamicIdLoader(loader, schema, {"item_id": Dynamic(capacity=1_000_000)}):
+            begin_rows(batch.fresh or ())
             ...
     """
 
@@ -66,15 +64,6 @@ class FreshRows:
         self._configs = {config.name: config for config in tables_of(model)}
         self._weights: dict[str, list[LocalShard]] | None = None
         self._states: dict[str, list[LocalShard]] = {}
-
-    def attach(self) -> RemovableHandle:
-        """Makes each forward of the model apply the notes of its batch first; returns a handle to undo this."""
-
-        def apply(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if inputs and isinstance(inputs[0], TowerBatch) and inputs[0].fresh:
-                self(inputs[0].fresh)
-
-        return get_unwrapped_module(self._model).register_forward_pre_hook(apply)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def __call__(self, notes: tuple[Fresh, ...]) -> None:

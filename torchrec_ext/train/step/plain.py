@@ -85,11 +85,10 @@ class FusedAdam:
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None]) -> bool:
-        """Takes one step by the parameters' gradients; returns False without a step if one is missing or not finite."""
+        """Takes one step by the parameters' gradients; returns False without a step if one is missing."""
         # Once a step: comprehensions stay, because a loop of statements takes longer.
         present_grads = [grad for grad in grads if grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present_grads)))
-        if len(present_grads) < len(grads) or not torch.isfinite(norm):
+        if len(present_grads) < len(grads):
             return False
         for settings, places, weights, first, second, steps in self._groups:
             beta1, beta2 = settings["betas"]
@@ -231,7 +230,7 @@ class PlainStep:
         if self._adam is not None and self._adam.step(grads):
             return
         # The optimizer itself makes the first step, which creates its state, and
-        # handles missing and bad gradients.
+        # handles missing gradients.
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
         self._optimizer.step()

@@ -6,20 +6,19 @@ from functools import partial
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
-from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.train.config import Schedule
 
 
-def scheduler(optimizer: KeyedOptimizer, schedule: Schedule, steps: int) -> LambdaLR:
+def scheduler(optimizer: HybridOptimizer, schedule: Schedule, steps: int) -> LambdaLR:
     """Builds the scheduler of all learning rates of a run, to be stepped after each step; it sets the first rates.
 
     TorchRec's WarmupOptimizer would keep its position outside of the state of a combined optimizer.
 
     Args:
         optimizer: optimizer from :func:`hybrid_parallel`, whose kernels take the new rate when gradients are set to
-            zero, or another one.
+            zero.
         schedule: factor on the rates of tables and dense layers.
         steps: number of steps of the run.
 
@@ -34,9 +33,7 @@ def scheduler(optimizer: KeyedOptimizer, schedule: Schedule, steps: int) -> Lamb
     return LambdaLR(optimizer, partial(schedule.factor, steps=steps))
 
 
-def rates(optimizer: KeyedOptimizer) -> dict[str, Any]:
+def rates(optimizer: HybridOptimizer) -> dict[str, Any]:
     """Returns the learning rates of the first group of tables and of dense layers, for a record."""
-    if not isinstance(optimizer, HybridOptimizer):
-        return {"dense_lr": optimizer.param_groups[0]["lr"]}
     groups = {"tables_lr": optimizer.table_groups, "dense_lr": optimizer.dense_groups}
     return {name: group[0]["lr"] for name, group in groups.items() if group}
