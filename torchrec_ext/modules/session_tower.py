@@ -91,21 +91,15 @@ class SessionSteps(nn.Module):
 
     def _lengths(self, lengths: Sequence[Tensor]) -> Tensor:
         """Returns the lengths (B,) that all features have."""
-        first, *others = lengths
-        for name, each in zip(self._session[1:], others, strict=True):
-            differs = each != first
-            if differs.is_cuda:
-                # Without a wait.
-                torch._assert_async(
-                    ~differs.any(),
-                    "features of one step of a session must be equally many",
-                )
-            elif differs.any():
-                row = int(differs.nonzero()[0])
-                raise ValueError(
-                    f"feature '{name}' has {int(each[row])} values in row {row} of the batch and '{self._session[0]}' "
-                    f"{int(first[row])}: features of one step must be equally many"
-                )
+        first = lengths[0]
+        differs = torch.stack(list(lengths)) != first
+        # The one wait for a GPU: an assertion of a kernel would end the process without a line for the user.
+        if len(lengths) > 1 and differs.any():
+            feature, row = differs.nonzero()[0].tolist()
+            raise ValueError(
+                f"feature '{self._session[feature]}' has {int(lengths[feature][row])} values in row {row} of the batch "
+                f"and '{self._session[0]}' {int(first[row])}: features of one step must be equally many"
+            )
         return first
 
 
