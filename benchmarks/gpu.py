@@ -1,4 +1,5 @@
-"""A GPU: a user's own step, adopted, against the forms that its user could write.
+"""A GPU: a user's own step, adopted, against the forms that its user could write. `adopted` ran on one H100 before steps
+were fused; nothing since then, and no other row, has run on a real GPU.
 
     python benchmarks/gpu.py [--only ROW ...] [--turns 3] [--quick] [--out FILE] [--budget SECONDS] [--limit SECONDS]
 
@@ -246,7 +247,7 @@ def drawn(name, rows, options):
     }
     what = f"drawn {name}, {rows:,} rows"
     for made in compared(what, steps, batches(shape, size * (1 + NEGATIVES)), options):
-        yield made | {"epoch_s": made["ours"] * 18.24 / rows}
+        yield made | {"epoch_s": digits(made["ours"] * 18.24 / rows)}
 
 
 class Towers(nn.Module):
