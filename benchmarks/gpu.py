@@ -1,4 +1,4 @@
-"""A GPU: a user's own step, adopted, against the forms that its user could write.
+"""A GPU: an adopted step against others of its user. Only `adopted` has run on one, an H100, before steps were fused.
 
     python benchmarks/gpu.py [--only ROW ...] [--turns 3] [--quick] [--out FILE] [--budget SECONDS] [--limit SECONDS]
 
@@ -8,7 +8,7 @@ and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kerne
 adopted step without Triton. `drawn ...`: the adopted step draws its
 negatives and takes its rows itself, against torch.compile and the adopted step on batches that are `ready`; `epoch_s`,
 of 18.24 M instances. `two towers`: two towers of two tables. `floor_us` is the greater of two microseconds a kernel and
-the step's bytes over `copied_gb_s`, what a copy on this card moves.
+the step's bytes over `copied_gb_s`, what a copy on this card moves; `host_us` what Python needs to begin our step.
 
 `loader ...`: 26 tables of 100,000 x 64 under an MLP in fp32, tf32 and bf16, samples a second and the share of time in
 which the card is busy, by NVML (nvidia-smi): a row-wise Dataset under torch's DataLoader (pinned; the best of 0, 2 and
@@ -153,6 +153,17 @@ def microseconds(step, given, seconds):
     return 1e6 * (time.perf_counter() - start) / count
 
 
+def host_microseconds(step, given):
+    """Returns the time in which the host begins a step, in microseconds, whether or not the device has made it."""
+    _wait()
+    start = time.perf_counter()
+    for batch in given:
+        step(*batch)
+    seconds = time.perf_counter() - start
+    _wait()
+    return 1e6 * seconds / len(given)
+
+
 def _wait():
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -207,6 +218,9 @@ def compared(what, steps, given, options, **more):
             times[form].append(microseconds(step, given, seconds))
     ours, *others = steps
     more["kernels"] = count = kernels(steps[ours], given[0])
+    if count:
+        begun = [host_microseconds(steps[ours], given) for _ in range(5)]
+        more["host_us"] = digits(min(begun))
     if count and "step_bytes" in more:
         moved_us = more["step_bytes"] / 1e3 / copied_gb_s()
         more |= {"copied_gb_s": copied_gb_s(), "floor_us": max(2 * count, moved_us)}
@@ -246,7 +260,7 @@ def drawn(name, rows, options):
     }
     what = f"drawn {name}, {rows:,} rows"
     for made in compared(what, steps, batches(shape, size * (1 + NEGATIVES)), options):
-        yield made | {"epoch_s": made["ours"] * 18.24 / rows}
+        yield made | {"epoch_s": digits(made["ours"] * 18.24 / rows)}
 
 
 class Towers(nn.Module):

@@ -563,3 +563,21 @@ def test_on_a_gpu_the_step_is_one_graph_and_equals_that_op_by_op() -> None:
         pairs = zip(graph_member.parameters(), other.parameters(), strict=True)
         for one, two in pairs:
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_stack_learns_as_on_a_cpu_and_waits_for_nothing() -> None:
+    losses = {}
+    for device in ("cpu", "cuda"):
+        networks = [NCF(seed).to(device) for seed in range(len(RATES))]
+        is_cuda = device == "cuda"
+        stacked = Stack(networks, loss, RATES, torch.optim.Adam, compile=is_cuda)
+        given = [[each.to(device) for each in batch] for batch in batches()]
+        rows = [stacked.step(*given[0])]  # which captures
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            rows += [stacked.step(*batch) for batch in given[1:]]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses[device] = torch.stack(rows).cpu()
+    torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=0, atol=1e-5)

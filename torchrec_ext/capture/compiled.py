@@ -28,6 +28,10 @@ _NO_LIMIT = 1 << 20  # of Dynamo's own, which logs a page whenever it is met
 _NUMBERS = itertools.count()
 # Modules of torch's whose errors say that a call cannot be traced; Dynamo lets those of sizes through as they are.
 TRACERS = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental")
+# What a capture keeps: its parts, and the rows that it makes batches of, but for a function of the user's among these.
+_OWN = re.compile(
+    r"parts\b|forward\.__closure__\[\d+\]\.cell_contents\.(?!__)(?!.*\b_make\b)"
+)
 SKIPPED = re.compile(r"the function `(\w+)` in file `([^`]+)`")
 
 
@@ -241,8 +245,6 @@ class CompiledCall:
 def _can_change(guards: Sequence[Any]) -> list[bool]:
     """Says of each of Dynamo's guards whether what it compares can change between steps."""
     return [
-        guard.is_global
-        or not re.match(r"parts\b", guard.name)
-        or guard.name.endswith(".weight")
+        guard.is_global or not _OWN.match(guard.name) or guard.name.endswith(".weight")
         for guard in guards
     ]

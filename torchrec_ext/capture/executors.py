@@ -299,6 +299,8 @@ def cuda_graph(
                 f"{with_text(raising_line(of_step))}{cause}: {first_line(of_step)}"
             ) from None
         finally:
+            # A step that failed half way may still be writing, on the stream of the capture.
+            torch.cuda.synchronize(device)
             # The memory may have a user's own parameters.
             with torch.no_grad():
                 for tensor, value in zip(memory, memory_before, strict=True):

@@ -57,18 +57,18 @@ class StepClock:
 
     Args:
         host: clock of this thread.
-        cuda: whether steps run on a GPU.
+        gpu: device of the steps; None for a CPU.
     """
 
-    def __init__(self, host: Callable[[], float], *, cuda: bool) -> None:
+    def __init__(self, host: Callable[[], float], *, gpu: torch.device | None) -> None:
         self.host = host
-        self._cuda = cuda
+        self._gpu = gpu
         self._thread = threading.get_ident()
 
     def __call__(self) -> float:
         """Returns seconds since some moment."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
         return self.host()
 
     def in_any_thread(self) -> float:
@@ -107,11 +107,10 @@ class TrainingLoop:
     ) -> None:
         self.modules = modules
         self.restore = restore
-        self.cuda = any(
-            each.is_cuda
-            for each in chain.from_iterable(root.parameters() for root in modules)
-        )
-        self.clock = StepClock(clock, cuda=self.cuda)
+        weights = chain.from_iterable(root.parameters() for root in modules)
+        gpu = next((each.device for each in weights if each.is_cuda), None)
+        self.cuda = gpu is not None
+        self.clock = StepClock(clock, gpu=gpu)
         self.source = BatchSource(batches)
         self.compiled = any(
             type(module).__name__ == "OptimizedModule"

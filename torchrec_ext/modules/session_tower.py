@@ -83,16 +83,15 @@ class SessionSteps(nn.Module):
 
     def _lengths(self, lengths: Sequence[Tensor]) -> Tensor:
         """Returns the lengths (B,) that all features have."""
-        first, *others = lengths
-        for name, each in zip(self._session[1:], others, strict=True):
-            same = (each == first).all()
-            if same.is_cuda:
-                # Without a wait.
-                torch._assert_async(same, _UNEQUAL)
-            elif not same:
-                raise ValueError(
-                    f"feature '{name}' has other lengths than '{self._session[0]}': {_UNEQUAL}"
-                )
+        first = lengths[0]
+        differs = torch.stack(list(lengths)) != first
+        # The one wait for a GPU: an assertion of a kernel would end the process without a line for the user.
+        if len(lengths) > 1 and differs.any():
+            feature, row = differs.nonzero()[0].tolist()
+            raise ValueError(
+                f"feature '{self._session[feature]}' has {int(lengths[feature][row])} values in row {row} of the batch "
+                f"and '{self._session[0]}' {int(first[row])}: features of one step must be equally many"
+            )
         return first
 
 

@@ -143,7 +143,7 @@ class Stack:
         """Trains all members on a batch, and returns (K,) losses.
 
         Raises:
-            IndexError: an id is outside of its table; nothing was written.
+            IndexError: an id is outside of its table; nothing was written. A GPU's ids are looked at in the first step.
             ValueError: the loss has no such step or is of another network, or forward writes what the next step would
                 read; the message names it.
         """
@@ -216,6 +216,9 @@ class Stack:
             IndexError: naming the table and the id.
             ValueError: naming what the loss is, what it does not read, or what forward writes.
         """
+        # A GPU would be waited for in each step.
+        if self._is_checked and self._count.is_cuda:
+            return
         if self._given is not None:
             for number, rows, name in self._given:
                 _check_range(batch[number], rows, name)

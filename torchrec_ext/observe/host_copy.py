@@ -21,7 +21,8 @@ class HostCopy:
             # it.
             self._values = values.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            # Not of the current device, which may be another one.
+            self._arrived.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> Tensor:
         """Returns the values on the host."""

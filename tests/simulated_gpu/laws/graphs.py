@@ -9,6 +9,7 @@ import simulated_cuda
 import torch
 from torch import Tensor
 
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import cuda_graph
 
 PINNED = torch.ones(8).pin_memory() if torch.cuda.is_available() else torch.ones(8)
@@ -119,6 +120,23 @@ def test_a_replay_that_reads_freed_memory_is_found(ones: Tensor) -> None:
     given.clear()
     with pytest.raises(RuntimeError, match="memory that has been freed"):
         graph.replay()
+
+
+def test_memory_is_put_back_after_what_a_step_that_waits_has_written(
+    ones: Tensor,
+) -> None:
+    def step(weight: Tensor, given: Tensor) -> list[Tensor]:
+        weight.add_(given)
+        return [weight * float(weight.sum())]
+
+    weight = torch.zeros(8, device="cuda")
+    with (
+        simulated_cuda.observed() as events,
+        pytest.raises(CannotCaptureError, match="waits for the device"),
+    ):
+        cuda_graph(step, [weight], [ones])
+    assert not weight.any()
+    assert [what for kind, what, _ in events if kind == "unordered"] == []
 
 
 def test_the_projects_graph_keeps_all_rules(ones: Tensor) -> None:

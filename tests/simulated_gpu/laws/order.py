@@ -9,6 +9,7 @@ import simulated_cuda
 import torch
 
 from tests.simulated_gpu.laws.training import train
+from torchrec_ext.observe.host_copy import HostCopy
 
 PLANS = ("plan.sharding=data_parallel", "plan.sharding=table_wise")
 
@@ -26,6 +27,12 @@ def test_a_copy_to_the_host_has_values_once_somebody_waits() -> None:
     assert host.isnan().all()
     event.synchronize()
     assert host.tolist() == [1.0] * 4
+
+
+def test_a_host_copy_has_the_values_of_another_device_than_the_current_one() -> None:
+    copy = HostCopy(torch.ones(4, device="cuda:1"))
+    assert torch.cuda.current_device() == 0
+    assert copy.read().tolist() == [1.0] * 4
 
 
 def test_a_stream_that_does_not_wait_is_found(unordered: Any) -> None:
