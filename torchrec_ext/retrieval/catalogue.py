@@ -357,13 +357,11 @@ class ItemTable:
         return {name: Attribute(self._table[name]) for name in names}
 
     def titles_of(self, positions: Sequence[int] | IdArray) -> list[str]:
-        """Returns the titles of items, empty for position -1; an empty list if items have no titles."""
+        """Returns the titles of items; an empty list if items have no titles."""
         if TITLE not in self._table.column_names:
             return []
         titles = self._table[TITLE]
-        return [
-            str(titles[int(each)].as_py()) if each >= 0 else "" for each in positions
-        ]
+        return [str(titles[int(each)].as_py()) for each in positions]
 
     def attribute(self, name: str) -> Attribute:
         """Returns an attribute by its name.

@@ -288,11 +288,6 @@ class Columns:
             row[name] = _filled(column, unknown)
         return row
 
-    def features_of(self, raw: str) -> list[str]:
-        """Returns the columns of ids that a raw column alone makes."""
-        ids = [name for name, column in self.columns.items() if column.rows is not None]
-        return [name for name in ids if sources_of(self._steps, name) == {raw}]
-
 
 def sources_of(steps: FittedPreprocessor, name: str) -> set[str]:
     """Returns the raw columns that a column of the model is computed from."""

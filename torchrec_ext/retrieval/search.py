@@ -147,18 +147,6 @@ def _kth(scores: Floats, k: int) -> float:
     return float(np.partition(scores, place)[place])
 
 
-def cosines(rows: NDArray[Any], row: int) -> Floats:
-    """Returns (N,) cosines of the stored rows with one of them."""
-    vector = rows[row].astype(np.float32)
-    vector /= max(float(np.linalg.norm(vector)), 1e-30)
-    found = np.empty(len(rows), np.float32)
-    for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK].astype(np.float32, copy=False)
-        norms = np.maximum(np.linalg.norm(block, axis=1), 1e-30)
-        found[start : start + _BLOCK] = block @ vector / norms
-    return found
-
-
 class FaissSearch(ExactSearch):
     """Searches an index of FAISS, and falls back to exact search where a filter leaves it too few items.
 

@@ -31,7 +31,6 @@ from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.manifest import bundle_folder, fingerprint
 from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
-    NearestRequest,
     RecommendRequest,
     RequestError,
     Scorer,
@@ -97,7 +96,6 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
 _ASKED: Mapping[str, tuple[type[msgspec.Struct], Callable[[Scorer, Any], Any]]] = {
     "/v1/recommend": (RecommendRequest, Scorer.recommend),
     "/v1/score": (ScoreRequest, Scorer.score),
-    "/v1/nearest": (NearestRequest, Scorer.nearest),
     "/v1/embed": (EmbedRequest, Scorer.embed),
 }
 _DECODERS = {path: msgspec.json.Decoder(kind) for path, (kind, _) in _ASKED.items()}
