@@ -118,8 +118,7 @@ def test_cuda_torch_with_cpu_fbgemm_is_right_without_a_gpu_and_wrong_with_one(
     [
         ({}, "2.13"),
         ({"torch": "2.14.1"}, "2.14"),
-        ({"torch": "2.12.1"}, "2.13"),  # TorchRec's
-        ({"torch": "2.12.1", "torchrec": None}, "2.14"),  # the variant's
+        ({"torch": "2.12.1"}, "2.14"),  # the variant's
     ],
 )
 def test_an_environment_has_the_triple_of_its_torch(

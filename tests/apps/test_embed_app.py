@@ -100,6 +100,10 @@ def test_mistakes_are_one_line(
     )
     pq.write_table(pa.table({"key": [1], "item": ["x"]}), tmp_path / "text.parquet")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    (tmp_path / "two").mkdir()
+    for name, keys in (("a", [1]), ("b", ["x"])):
+        file = tmp_path / "two" / f"{name}.parquet"
+        pq.write_table(pa.table({"key": keys, "item": [1]}), file)
     out = tmp_path / "out"
     items = folder / "items"
     for flags, what in (
@@ -122,6 +126,10 @@ def test_mistakes_are_one_line(
         (
             ["--out", out, "--catalogue", tmp_path / "cut.parquet", "--id=key"],
             "cannot be read as parquet",
+        ),
+        (
+            ["--out", out, "--catalogue", tmp_path / "two", "--id=key"],
+            "b.parquet: column 'key' is string, and int64 in",
         ),
         (["--refresh", tmp_path / "none", "--delete=1"], "cannot be read"),
     ):

@@ -130,7 +130,7 @@ class Side:
         column = columns[leaf["column"]]
         if kind == "pooled":
             table = self._tables[leaf["table"]]
-            return _pooled(table, column, leaf["pooling"], leaf.get("padding"))
+            return _pooled(table, column, leaf["pooling"])
         longest = self.columns.columns[leaf["column"]].longest
         if longest is not None and column.ragged:
             column = column.last(longest)
@@ -145,16 +145,10 @@ class Side:
         return dense.astype(leaf["dtype"], copy=False)
 
 
-def _pooled(
-    table: NDArray[Any], bags: Column, pooling: str, padding: int | None
-) -> Floats:
-    """Returns (B, D) sums or means of bags of rows, without those of ``padding``; an empty bag is zeros."""
-    ids, lengths = bags.values, bags.lengths
-    if padding is not None:
-        stays = ids != padding
-        owners = bags.owners[stays]
-        ids, lengths = ids[stays], np.bincount(owners, minlength=len(lengths))
-    rows = table.take(ids, axis=0, mode="clip").astype(np.float32, copy=False)
+def _pooled(table: NDArray[Any], bags: Column, pooling: str) -> Floats:
+    """Returns (B, D) sums or means of bags of rows; an empty bag is zeros."""
+    lengths = bags.lengths
+    rows = table.take(bags.values, axis=0, mode="clip").astype(np.float32, copy=False)
     if len(lengths) == 1:
         pooled = np.add.reduce(rows, axis=0, keepdims=True)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Column
 from torchrec_ext.data.preprocess.columns import (
     element,
-    is_list_column,
     missing_column,
-    read_cells,
 )
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.history import History
@@ -37,8 +35,7 @@ class ModelColumn:
         rows: rows of the smallest table that it looks up; None for a column of numbers.
         oov: row for ids outside of the table; None refuses them.
         longest: most entries of a list that are read; None for any number.
-        lists: what holds for other lists: all are ``exact`` of this length, longer ones are ``refused``, or their
-            ``latest`` entries are read where they are not pooled.
+        exact: whether all lists have this length; else the latest entries of a longer one are read.
         fill: row of the table that fills shorter lists up to ``longest``, at their end; None leaves them short.
     """
 
@@ -46,21 +43,19 @@ class ModelColumn:
     rows: int | None = None
     oov: int | None = None
     longest: int | None = None
-    lists: Literal["exact", "refused", "latest"] = "latest"
+    exact: bool = False
     fill: int | None = None
 
     @property
     def width(self) -> int | None:
         """Length of each list, if all have one."""
-        return self.longest if self.lists == "exact" else None
+        return self.longest if self.exact and self.fill is None else None
 
     def takes(self, lengths: Any) -> Any:
         """Whether lists of some length, or lengths (B,), are read as they are."""
-        if self.longest is None or self.lists == "latest":
+        if not self.exact:
             return True
-        if self.lists == "exact":
-            return lengths == self.longest
-        return lengths <= self.longest
+        return lengths == self.longest if self.fill is None else lengths <= self.longest
 
 
 def padded(column: Column, size: int, fill: int = 0) -> NDArray[Any]:
@@ -168,9 +163,7 @@ class Columns:
         for name, column in self.columns.items():
             _check_lengths(name, column, columns[name])
             if column.rows is not None:
-                columns[name], unknown[name] = self._ids(
-                    name, column, columns[name], by_column
-                )
+                columns[name], unknown[name] = self._ids(name, column, columns[name])
             elif not (np.abs(columns[name].values) <= _FLOAT32_MAX).all():
                 raise DataError(
                     f"column '{name}': a value is beyond float32; send a smaller number"
@@ -229,7 +222,7 @@ class Columns:
         return error
 
     def _ids(
-        self, name: str, column: ModelColumn, sent: Column, rows: Mapping[str, Any]
+        self, name: str, column: ModelColumn, sent: Column
     ) -> tuple[Column, NDArray[np.bool_]]:
         """Returns ids as rows of the table, and for each row of the request whether one of its ids is unknown."""
         assert column.rows is not None
@@ -253,21 +246,8 @@ class Columns:
         if not sent.ragged:
             return sent, unknown
         of_row = np.zeros(len(sent), np.bool_)
-        if np.count_nonzero(unknown):
-            unknown = unknown & self._is_given(name, sent.lengths, rows)
-            of_row[sent.owners[unknown]] = True
+        of_row[sent.owners[unknown]] = True
         return sent, of_row
-
-    def _is_given(
-        self, name: str, lengths: NDArray[np.int64], rows: Mapping[str, Any]
-    ) -> Any:
-        """Returns which entries of lists are no null in the request: a null that pads is not unknown."""
-        source, *others = sources_of(self._steps, name)
-        if others or not is_list_column(self.raw[source]):
-            return True
-        cells = read_cells(source, rows[source], self.raw[source])
-        # Another length: a step has dropped the nulls.
-        return cells.is_valid if np.array_equal(cells.lengths, lengths) else True
 
     def unknown_row(self) -> dict[str, Column]:
         """Returns one row of which nothing is known: out-of-vocabulary ids, zeros, and lists as short as may be.

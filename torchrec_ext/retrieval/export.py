@@ -116,9 +116,8 @@ def export(
 
     Args:
         model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded,
-            whose last tower is the candidates'; or any module with a forward from columns by name, or from one dict of
-            them, to logits (B,); or TorchRec's DLRM or DLRMTrain, whose columns are ``dense_features``, and each sparse
-            feature by its name.
+            whose last tower is the candidates'; or any module with a forward from columns by name to logits (B,); or
+            TorchRec's DLRM or DLRMTrain, whose columns are ``dense_features``, and each sparse feature by its name.
         out: folder to make.
         catalogue: items to recommend from. What forward computes from these columns alone is stored for each item.
         users: users to look up by id, or None.

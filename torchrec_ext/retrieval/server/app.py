@@ -13,14 +13,15 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -46,7 +47,6 @@ from torchrec_ext.retrieval.server.telemetry import (
 )
 from torchrec_ext.retrieval.store import Store
 
-_PAGES = {"/": "index.html", "/docs": "docs.html"}
 _REFUSED = "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
@@ -295,29 +295,25 @@ def _json(
     )
 
 
-def _page(name: str) -> Any:
-    # Read once, when the worker starts.
-    content = (files(__package__) / "static" / name).read_bytes()
-
-    async def page(request: Request) -> Response:
-        return HTMLResponse(content)
-
-    return page
-
-
 def application(served: Served) -> ASGIApp:
     """Returns the ASGI application of a worker."""
     routes: list[BaseRoute] = [
         Mount("/static", StaticFiles(packages=[(str(__package__), "static")]))
     ]
     routes += [Route(path, served.answer, methods=["POST"]) for path in _ASKED]
+    # Read once, when the worker starts.
+    content = (files(__package__) / "static" / "index.html").read_bytes()
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(content)
+
     gets = {
+        "/": page,
         "/v1/bundle": served.describe_bundle,
         "/healthz": served.healthz,
         "/readyz": served.readyz,
         "/metrics": served.figures,
         "/openapi.json": served.description,
-        **{path: _page(name) for path, name in _PAGES.items()},
     }
     routes += [
         Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()
@@ -354,7 +350,7 @@ def create() -> ASGIApp:
         return application(Served(settings))
     except Exception as error:
         # Whatever it is, the parent would start workers that fail for ever.
-        if not isinstance(error, ValueError | OSError | AssertionError):
+        if not isinstance(error, ValueError | OSError):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
         # At once: a parent that pings a process while it ends waits for its patience to
@@ -374,9 +370,7 @@ class Guard:
     def __init__(self, app: Starlette, served: Served, routes: frozenset[str]) -> None:
         self._app = app
         # The router itself, without Starlette's own answers to errors.
-        self._router = TrustedHostMiddleware(
-            app.router, served.settings.hosts, www_redirect=False
-        )
+        self._router = app.router
         self._served = served
         self._routes = routes
 
@@ -414,7 +408,16 @@ class Guard:
             self._note(scope["method"], scope["path"], status, seconds)
 
     def _admit(self, path: str, headers: Headers) -> None:
-        """Refuses requests with a wrong token."""
+        """Refuses requests under another host's name, or with a wrong token."""
+        host = headers.get("host", "")
+        with suppress(ValueError):  # brackets without an address
+            host = urlsplit(f"//{host}").hostname or host
+        if not any(fnmatchcase(host, each) for each in self._served.settings.hosts):
+            raise Refusal(
+                400,
+                "host",
+                f"the header Host names {host[:60]!r}; ask by an allowed name, or allow it by --allowed-hosts",
+            )
         needs_token = path.startswith("/v1/") or path == "/metrics"
         authorization = headers.get("authorization", "")
         if needs_token and not self._served.bears_token(authorization):
