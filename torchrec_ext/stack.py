@@ -176,24 +176,19 @@ def mismatches(current: Installed, variant: Variant, triple: Triple) -> dict[str
     wrong = {}
     for name, version in requirements(variant, triple).items():
         found = current.versions.get(name, "nothing")
-        expected = version or "any version"
         is_right = name in current.versions
         # A CPU build need not be marked +cpu, and a CUDA build is marked +cu130, for example.
         is_right &= (version or found).split("+")[0] == found.split("+")[0]
-        if name == "torch":
-            # The CUDA build of torch runs on a CPU too. On a machine with a GPU it would put the tables there.
-            is_right &= current.torch_build == variant or (
-                variant == "cpu" and not gpu_nodes()
-            )
-            expected = f"{triple.torch} for {variant}"
-            found += f" for {current.torch_build}" if current.torch_build else ""
+        # The CUDA build of torch runs on a CPU too. On a machine with a GPU it would put the tables there.
+        if name == "torch" and current.torch_build != variant:
+            is_right &= variant == "cpu" and not gpu_nodes()
+            found += f" for {current.torch_build}"
         # Both unpack into one folder: removing one takes files of the other along.
         if name == FBGEMM_NAME[variant] and other in current.versions:
             is_right = False
-            found = f"{other} {current.versions[other]}"
-            expected = f"{version} alone"
+            found += f" and {other}"
         if not is_right:
-            wrong[name] = f"{name}: found {found}, expected {expected}"
+            wrong[name] = f"{name}: found {found}, expected {version or 'any version'}"
     return wrong
 
 

@@ -85,7 +85,6 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
         features=pa.table({"x": [1, 2]}),
         titles=["B", "A"],
         attributes=pa.table({"year": [1, None]}),
-        trained=np.array(["a"]),
     )
     catalogue.write(tmp_path)
     items = ItemTable.open(tmp_path)
@@ -131,6 +130,6 @@ def test_users_are_read_as_they_were_written(tmp_path: Path) -> None:
     users.write(tmp_path, np.array(["a", "b", "c"]))
     table = UserTable.open(tmp_path, "user")
     assert len(table) == 2
-    assert table.features(0) == {"id": [1], "seen": [[1.5]]}
-    assert table.features(-1) == {"id": [0], "seen": [[0.0]]}
+    assert table.features(0) == {"id": 1, "seen": [1.5]}
+    assert table.features(-1) == {"id": 0, "seen": [0.0]}
     assert [table.seen(row).tolist() for row in (0, 1, -1)] == [[0, 2], [], []]

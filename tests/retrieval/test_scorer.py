@@ -143,15 +143,22 @@ def test_liked_and_titles(scorer: Scorer) -> None:
 
 
 def test_embed(small: Small, scorer: Scorer) -> None:
-    rows = [{"user": 1, "history": [2], "age": 1.0}, {"user": 99}]
+    rows = [
+        {"user": 1, "history": [2, 1, 2], "age": 1.0},
+        {"user": 99},
+        {"user": -1, "history": [7, 10**9], "age": 2},
+    ]
+    expected = [
+        small.query(1, [2, 1, 2], 1),
+        small.query(0, [], 0),
+        small.query(0, [7, 0], 2),
+    ]
     answer = scorer.embed(EmbedRequest(rows=rows))
-    np.testing.assert_allclose(
-        answer.vectors,
-        [small.query(1, [2], 1), small.query(0, [], 0)],
-        rtol=1e-5,
-        atol=1e-6,
-    )
-    assert answer.unknown_features == [[], ["user"]]
+    np.testing.assert_allclose(answer.vectors, expected, rtol=1e-5, atol=1e-6)
+    assert answer.unknown_features == [[], ["user"], ["user", "history"]]
+    for row, vector in zip(rows, answer.vectors, strict=True):
+        (alone,) = scorer.embed(EmbedRequest(rows=[row])).vectors
+        np.testing.assert_allclose(alone, vector, rtol=1e-6, atol=1e-7)
     items = scorer.embed(EmbedRequest(rows=[{"item": 7}] * 200, side="candidate"))
     np.testing.assert_allclose(items.vectors[3], small.row(7), rtol=1e-5, atol=1e-6)
 
@@ -164,6 +171,8 @@ def test_embed(small: Small, scorer: Scorer) -> None:
         ({"user": {"user": 2**70}}, "user.user"),
         ({"user": {"age": 1.0}}, "user.history"),
         ({"user": {"user": 1, "age": float("nan")}}, "user.age"),
+        ({"user": {"user": 1, "age": 1e39}}, "user.age"),
+        ({"user": {"user": 1, "history": 3}}, "user.history"),
         ({"user": {"user": 1, "age": 1e38}}, "user"),
         ({"filter": {"genre": [1]}}, "filter.genre"),
         ({"filter": {"year": [1]}}, "filter.year"),

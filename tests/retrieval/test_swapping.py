@@ -67,7 +67,11 @@ class Load:
             thread.join()
 
 
-def swap_often(bundles: list[Path], pointer: Path, swaps: int) -> None:
+@pytest.mark.parametrize(
+    "swaps", [6, pytest.param(200, marks=pytest.mark.slow(minutes=2))]
+)
+def test_swaps_lose_no_request(swaps: int, bundles: list[Path], tmp_path: Path) -> None:
+    pointer = tmp_path / "pointer"
     write_whole(pointer, str(bundles[0]).encode())
     digests = [Bundle.load(each, verify=False).digest for each in bundles]
     with serving(pointer) as server, Load(server) as load:
@@ -80,15 +84,6 @@ def swap_often(bundles: list[Path], pointer: Path, swaps: int) -> None:
     assert asked > 10
     assert set(load.statuses) == {200}
     assert load.digests == set(digests)
-
-
-def test_swaps_lose_no_request(bundles: list[Path], tmp_path: Path) -> None:
-    swap_often(bundles, tmp_path / "pointer", 6)
-
-
-@pytest.mark.slow(minutes=2)
-def test_200_swaps_lose_no_request(bundles: list[Path], tmp_path: Path) -> None:
-    swap_often(bundles, tmp_path / "pointer", 200)
 
 
 def test_a_refused_bundle_leaves_the_live_one(

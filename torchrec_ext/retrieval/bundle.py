@@ -109,19 +109,9 @@ class Side:
         inputs = {leaf["input"]: self._fill(leaf, columns) for leaf in self._leaves}
         return _run(self._session, self._path, inputs)
 
-    def embed(self, rows: Rows | pa.Table | Sequence[Mapping[str, Any]]) -> Floats:
+    def embed(self, rows: Rows) -> Floats:
         """Returns (B, W) outputs of B raw rows; see :meth:`Columns.read` for the rows and what is refused."""
         return self(self.columns.read(rows).columns)
-
-    def embed_row(self, row: Mapping[str, Any]) -> Floats:
-        """Returns the (W,) output of one raw row, read as a request's; see :meth:`Columns.read_row`."""
-        vector: Floats = self(self.columns.read_row(row).columns)[0]
-        return vector
-
-    def unknown_row(self) -> Floats:
-        """Returns the (W,) output of a row of which nothing is known; raises DataError if there is none."""
-        row: Floats = self(self.columns.unknown_row())[0]
-        return row
 
     def _fill(
         self, leaf: Mapping[str, Any], columns: Mapping[str, Column]
@@ -287,7 +277,7 @@ class Bundle:
     @cached_property
     def unknown_item(self) -> Floats:
         """(1, Wc) row of an item of which nothing is known; raises DataError if the model has none."""
-        return self.candidate.unknown_row()[None]
+        return self.candidate(self.candidate.columns.unknown_row())
 
     def pairs(self, query: Floats, rows: NDArray[Any]) -> Floats:
         """Returns the (N,) logits of a query (Wq,) with stored rows (N, Wc), or (N, Wc) float32 of any items."""
@@ -308,8 +298,11 @@ class Bundle:
     def answered(self, queries: pa.Table, positions: IdArray) -> Floats:
         """Returns (2, Q, A) logits of queries with items at positions (Q, A): each query alone, and in a batch."""
         # Alone as a request gives it: Python's own values, a row by itself.
-        alone = [self.query.embed_row(row) for row in queries.to_pylist()]
-        ways = alone, self.query.embed(queries)
+        side = self.query
+        alone = [
+            side(side.columns.read_row(row).columns) for row in queries.to_pylist()
+        ]
+        ways = alone, side.embed(queries)
         return np.array([list(map(self.logits, each, positions)) for each in ways])
 
     def audit(self) -> Parity:

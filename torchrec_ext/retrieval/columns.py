@@ -22,7 +22,7 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.schema.validation import DataError, listed
 
-Rows = Mapping[str, Sequence[Any]]
+Rows = pa.Table | Sequence[Mapping[str, Any]]
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -144,12 +144,12 @@ class Columns:
                 (name, column, self.raw[name]) for name, column in self.columns.items()
             ]
 
-    def read(self, rows: Rows | pa.Table | Sequence[Mapping[str, Any]]) -> Read:
+    def read(self, rows: Rows) -> Read:
         """Reads B raw rows.
 
         Args:
-            rows: B values of each column in ``raw``, None for null, lists for a list column; or an Arrow table; or a
-                list of B rows. Further columns are ignored.
+            rows: an Arrow table, or B rows, each with a value of each column in ``raw``: None for null, a list for a
+                list column. Further columns are ignored.
 
         Raises:
             DataError: a column is missing or has another length; a value is missing, of another type, NaN or infinite.
@@ -189,17 +189,13 @@ class Columns:
                 read.unknown[name] = _KNOWN
         return self.read([row]) if self._plain is None else read
 
-    def _by_column(
-        self, rows: Rows | pa.Table | Sequence[Mapping[str, Any]]
-    ) -> Mapping[str, Any]:
+    def _by_column(self, rows: Rows) -> Mapping[str, Any]:
         if isinstance(rows, pa.Table):
             return {
                 name: rows[name].combine_chunks()
                 for name in rows.column_names
                 if name in self.raw
             }
-        if isinstance(rows, Mapping):
-            return rows
         names = [name for name in self.raw if all(name in row for row in rows)]
         return {name: [row[name] for row in rows] for name in names}
 

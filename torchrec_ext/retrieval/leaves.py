@@ -147,11 +147,9 @@ def _check_oov(given: Given, columns: Mapping[str, ModelColumn]) -> None:
     rows = {name: column.rows for name, column in columns.items() if column.rows}
     for name, row in given.oov_ids.items():
         if not 0 <= row < rows.get(name, 0):
-            tables = listed(
-                f"{each} (rows 0 to {size - 1})" for each, size in sorted(rows.items())
-            )
+            tables = listed(f"{each} ({size})" for each, size in sorted(rows.items()))
             raise BundleError(
-                f"oov_ids: '{name}': {row} must be a row of a table that its values look up as they are: {tables}"
+                f"oov_ids: '{name}': {row} must be a row of a table that its values look up as they are; rows: {tables}"
             )
 
 

@@ -348,7 +348,7 @@ class Scorer:
         self, table: UserTable, user: Mapping[str, Any], row: int
     ) -> dict[str, Any]:
         """Returns the features of the bundle's user in ``row`` that may stand beside those of a request."""
-        stored = {name: values[0] for name, values in table.features(row).items()}
+        stored = table.features(row)
         # The features of an unknown user apply only to a request with nothing but an
         # id. Next to other features they would hide a missing column.
         if row < 0 and set(user) != {table.key}:

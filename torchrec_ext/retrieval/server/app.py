@@ -270,10 +270,9 @@ class Served:
 def _check_limits(wanted: Any, settings: ServerConfig) -> None:
     """Refuses a request beyond a limit, by RequestError with the field."""
     lists = dict.fromkeys(("candidates", "items"), settings.max_candidates)
-    sizes = [("k", getattr(wanted, "k", 1), settings.max_k)]
-    for name, most in {**lists, "rows": settings.max_rows}.items():
-        sizes.append((name, len(getattr(wanted, name, None) or ()), most))
-    for name, size, most in sizes:
+    for name, most in {**lists, "rows": settings.max_rows, "k": settings.max_k}.items():
+        value = getattr(wanted, name, None) or ()
+        size = value if isinstance(value, int) else len(value)
         if size > most:
             what = f"{size}: the limit is {most}; ask for less, in several requests"
             raise RequestError(name, what)

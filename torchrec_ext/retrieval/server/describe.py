@@ -73,7 +73,7 @@ def example_user(bundle: Bundle) -> dict[str, Any]:
             # A bag may be empty, other lists have one length.
             width = columns[name].width if name in columns else 0
             neutral = [neutral] * (width or 0)
-        (value,) = features.get(name, [None])
+        value = features.get(name)
         if name != key:
             example[name] = neutral if value is None else value
     return example
