@@ -161,7 +161,7 @@ def test_pages_and_probes(client: Client, folder: Path) -> None:
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
         assert client.get("/healthz", Host=host).json == {"status": "ok"}
     ready = client.get("/readyz").json
-    assert (ready["bundle"], ready["refused"]) == (digest, None)
+    assert (ready["bundle"], ready["refused"]) == (digest, False)
     shown = client.get("/v1/bundle").json
     assert shown["sample_users"] == list(range(1, 21))
     assert shown["example_user"] == {"history": [], "age": 0.0}
@@ -224,7 +224,7 @@ def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
             assert f'serve_user_vectors_total{{from="{source}"}} 1.0' in figures
         shutil.rmtree(tmp_path / "users")
         deadline = time.monotonic() + 30
-        while client.get("/readyz").json["refused"] is None:
+        while not client.get("/readyz").json["refused"]:
             assert time.monotonic() < deadline
         assert client.post(RECOMMEND, body, **bearer).json["vector"] == "store"
         assert client.get("/v1/bundle", **bearer).json["sample_users"]

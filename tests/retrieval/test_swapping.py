@@ -98,12 +98,13 @@ def test_a_refused_bundle_leaves_the_live_one(
         client = server.client()
         link.unlink()
         link.symlink_to(broken)
-        wait_for(lambda: client.get("/readyz").json["refused"] is not None)
-        assert "does not fit its digest" in client.get("/readyz").json["refused"]
-        assert server.events("bundle_refused")
+        wait_for(lambda: client.get("/readyz").json["refused"])
+        wait_for(lambda: bool(server.events("bundle_refused")))
+        (event,) = server.events("bundle_refused")
+        assert "does not fit its digest" in event["reason"]
         link.unlink()
         link.symlink_to(bundles[1])
-        wait_for(lambda: client.get("/readyz").json["refused"] is None)
+        wait_for(lambda: not client.get("/readyz").json["refused"])
         digest = Bundle.load(bundles[1], verify=False).digest
         wait_for(lambda: client.get("/readyz").json["bundle"] == digest)
     assert set(load.statuses) == {200}

@@ -22,7 +22,6 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.schema.validation import DataError, listed
 
-Rows = pa.Table | Sequence[Mapping[str, Any]]
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -144,7 +143,7 @@ class Columns:
                 (name, column, self.raw[name]) for name, column in self.columns.items()
             ]
 
-    def read(self, rows: Rows) -> Read:
+    def read(self, rows: pa.Table | Sequence[Mapping[str, Any]]) -> Read:
         """Reads B raw rows.
 
         Args:
@@ -189,7 +188,9 @@ class Columns:
                 read.unknown[name] = _KNOWN
         return self.read([row]) if self._plain is None else read
 
-    def _by_column(self, rows: Rows) -> Mapping[str, Any]:
+    def _by_column(
+        self, rows: pa.Table | Sequence[Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
         if isinstance(rows, pa.Table):
             return {
                 name: rows[name].combine_chunks()

@@ -35,7 +35,6 @@ from torchrec_ext.data.columns import Chunk, Column, with_elements
 from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.preprocess.columns import is_list_column, raw_type
 from torchrec_ext.distributed.tables import (
-    COLLECTIONS,
     collections,
     table_configs,
     tables_of,
@@ -466,8 +465,6 @@ def _without_tables(module: nn.Module) -> nn.Module:
     for value in (*module.parameters(), *module.buffers()):
         if value.device.type == "cpu":
             memo[id(value)] = value
-    if isinstance(module, COLLECTIONS):
-        return _LeafCollection(table_configs(module))
     for _, collection in collections(module):
         memo[id(collection)] = _LeafCollection(table_configs(collection))
     return copy.deepcopy(module, memo)

@@ -47,7 +47,6 @@ from torchrec_ext.retrieval.server.telemetry import (
 )
 from torchrec_ext.retrieval.store import Store
 
-_REFUSED = "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
     "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -116,7 +115,7 @@ class Served:
     def __init__(self, settings: ServerConfig) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.refused: str | None = None
+        self.refused = False
         # Taken before loading, to notice a pointer that moves during the load.
         self._seen = self._pointed()
         self.scorer = self._loaded()
@@ -156,14 +155,14 @@ class Served:
             self.scorer = self._loaded()
         # Any error of a new bundle leaves the live one serving.
         except Exception as error:
-            self.refused = str(error)
+            self.refused = True
             self.metrics.swaps.labels("refused").inc()
             # A bundle's error names files, and no caller's data.
             is_ours = isinstance(error, ValueError)
             reason = str(error) if is_ours else type(error).__name__
             log("bundle_refused", reason=reason)
         else:
-            self.refused = None
+            self.refused = False
             self.metrics.swaps.labels("loaded").inc()
             log("bundle_loaded", bundle=self.scorer.digest[:12])
 
@@ -236,19 +235,8 @@ class Served:
         return _json({"status": "ok"})
 
     async def readyz(self, request: Request) -> Response:
-        """Reports readiness and the live bundle; the reason of a refused bundle only with the token."""
-        reason = self.refused
-        if reason is not None and not self.bears_token(
-            request.headers.get("authorization", "")
-        ):
-            reason = _REFUSED
-        return _json(
-            {
-                "status": "ready",
-                "bundle": self.scorer.digest,
-                "refused": reason,
-            }
-        )
+        """Reports readiness, the live bundle, and whether a newer one was refused; the log says why."""
+        return _json({"bundle": self.scorer.digest, "refused": self.refused})
 
     async def figures(self, request: Request) -> Response:
         """Returns the metrics of all workers."""

@@ -8,7 +8,6 @@ import sys
 import traceback
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -99,10 +98,7 @@ def log(event: str, **values: object) -> None:
 
 
 def where(error: BaseException) -> dict[str, object]:
-    """Returns an error's type and the lines of its traceback, without its message."""
+    """Returns an error's type and its traceback, without its message."""
     # Not the message: it may contain a caller's ids or features.
-    frames = traceback.extract_tb(error.__traceback__)[-12:]
-    lines = [
-        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
-    ]
+    lines = traceback.format_tb(error.__traceback__)[-12:]
     return {"error": type(error).__name__, "at": lines}
