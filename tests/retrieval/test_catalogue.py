@@ -91,9 +91,7 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert items.ids.positions(["a", "b", "c"]).tolist() == [1, 0, -1]
     assert items.titles_of([1]) == ["A"]
     assert sorted(items.attributes) == ["year"]
-    assert items.attribute("year").mask([1]).tolist() == [True, False]
-    with pytest.raises(ValueError, match=r"there are year, not"):
-        items.attribute("years")
+    assert items.attributes["year"].mask([1]).tolist() == [True, False]
 
 
 def test_wrong_catalogues_are_refused(tmp_path: Path) -> None:
@@ -112,9 +110,6 @@ def test_wrong_catalogues_are_refused(tmp_path: Path) -> None:
         Catalogue(ids=np.arange(2), features=features, attributes=floats).write(
             tmp_path
         )
-    Catalogue(ids=np.arange(2), features=features).write(tmp_path)
-    with pytest.raises(ValueError, match=r"no such attribute; there are not"):
-        ItemTable.open(tmp_path).attribute("genre")
     kept = filterable(pa.table({"k": [1], "title": ["a"], "p": [0.5], "g": [[1]]}), "k")
     assert kept.column_names == ["g"]
 

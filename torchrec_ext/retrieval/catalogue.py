@@ -351,17 +351,6 @@ class ItemTable:
         titles = self._table[TITLE]
         return [str(titles[int(each)].as_py()) for each in positions]
 
-    def attribute(self, name: str) -> Attribute:
-        """Returns an attribute by its name.
-
-        Raises:
-            ValueError: the items have no such attribute.
-        """
-        if name not in self.attributes:
-            names = listed([*self.attributes, NOT])
-            raise ValueError(f"the items have no such attribute; there are {names}")
-        return self.attributes[name]
-
 
 class UserTable:
     """Users and their features at the export, so that requests can name a user by id alone.

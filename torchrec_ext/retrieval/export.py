@@ -457,12 +457,6 @@ class _Content:
         """Writes the tables, those of collections block by block; returns the file of each."""
         (folder / "tables").mkdir()
         files = {}
-        total = sum(
-            weights.tables[name].bytes
-            for name in self.network.tables
-            if name in weights.tables
-        )
-        done = 0
         for number, name in enumerate(sorted(self.network.tables)):
             # Numbered files: a table's name may hold characters that no file's name
             # can.
@@ -478,9 +472,8 @@ class _Content:
                 _check_table(name, start, values)
                 rows = array[start : start + len(values)]
                 rows[:] = values if half else values.float()
-                done += values.nbytes
-                self.progress("tables", done, total)
             array.flush()
+            self.progress("tables", list(files).index(name) + 1, len(files))
         # The others are plain embeddings of an own module.
         for name in self.network.tables - weights.tables.keys():
             weight = dense[name if name in dense else f"{name}.weight"]
@@ -608,6 +601,5 @@ def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> 
             "files": {path: files[path]["sha256"] for path in sorted(paths)},
             "graph": content["graphs"][side],
             "columns": content["columns"][side],
-        },
-        compact=True,
+        }
     )

@@ -50,7 +50,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """SHA-256 of the content: the bundle's name in answers."""
-        return json_digest(self.content, compact=True)
+        return json_digest(self.content)
 
     @property
     def parity(self) -> Mapping[str, Any]:

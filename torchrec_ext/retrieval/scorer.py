@@ -367,8 +367,13 @@ class Scorer:
         for name, values in request.filter.items():
             if name == NOT:
                 continue
+            attributes = self.bundle.items.attributes
+            if name not in attributes:
+                names = listed([*attributes, NOT])
+                why = f"the items have no such attribute; there are {names}"
+                raise RequestError(f"filter.{name}", why)
             try:
-                more = self.bundle.items.attribute(name).mask(values)
+                more = attributes[name].mask(values)
             except ValueError as error:
                 raise RequestError(f"filter.{name}", str(error)) from None
             mask = more if mask is None else mask & more

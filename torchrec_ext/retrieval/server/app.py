@@ -392,7 +392,7 @@ class Guard:
             await response(scope, receive, send_counted)
         finally:
             seconds = time.perf_counter() - start
-            self._note(scope["method"], scope["path"], status, seconds)
+            self._note(scope["path"], status, seconds)
 
     def _admit(self, path: str, headers: Headers) -> None:
         """Refuses requests under another host's name, or with a wrong token."""
@@ -427,14 +427,11 @@ class Guard:
             "an error of the server, which its log names; the request is not at fault",
         )
 
-    def _note(self, method: str, path: str, status: int, seconds: float) -> None:
+    def _note(self, path: str, status: int, seconds: float) -> None:
         served = self._served
         route = path if path in self._routes else "other"
         served.metrics.requests.labels(route, status).inc()
         served.metrics.seconds.labels(route).observe(seconds)
         if served.settings.log == "requests":
-            # A method is the caller's text, which may be long.
-            if len(method) >= 10:
-                method = "other"
             ms = round(seconds * 1e3, 2)
-            log("request", method=method, route=route, status=status, ms=ms)
+            log("request", route=route, status=status, ms=ms)

@@ -98,16 +98,14 @@ def openapi(
     user = dict(bundle.query.columns.raw)
     if bundle.users is not None:
         user[bundle.users.key] = bundle.users.ids.kind.replace("str", "string")
-    parts["User"] = _rows(user)
-    parts["Item"] = _rows(bundle.candidate.columns.raw)
-    parts["Filter"] = _rows(dict.fromkeys([*bundle.items.attributes, NOT], "list<>"))
-    of_user, of_item, of_filter = (
-        {"$ref": template.format(name=name)} for name in ("User", "Item", "Filter")
-    )
+    of_user = _rows(user)
+    either = {"anyOf": [of_user, _rows(bundle.candidate.columns.raw)]}
     # What the bundle's columns and attributes say of a field, beside its type.
-    rows = {"type": "array", "items": {"anyOf": [of_user, of_item]}}
-    of_anybody = {"anyOf": [of_user, {"type": "null"}]}
-    fields = {"user": of_anybody, "filter": of_filter, "rows": rows}
+    fields = {
+        "user": {"anyOf": [of_user, {"type": "null"}]},
+        "filter": _rows(dict.fromkeys([*bundle.items.attributes, NOT], "list<>")),
+        "rows": {"type": "array", "items": either},
+    }
     paths: dict[str, Any] = {}
     for path, (kind, answer, summary) in routes.items():
         properties = parts[kind.__name__]["properties"]
