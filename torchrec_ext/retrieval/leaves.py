@@ -102,9 +102,8 @@ def _columns_of(
         tables = [sizes[leaf.table] for leaf in of_column if leaf.table]
         if tables:
             row = given.oov_ids.get(name, 0 if name in given.vocab else oov)
-            known = row is not None and row >= 0
             # Ids must be rows of each table that they look up.
-            column = replace(column, rows=min(tables), oov=row if known else None)
+            column = replace(column, rows=min(tables), oov=row)
         if name in steps:
             longest = [leaf.shape[0] for leaf in of_column if leaf.kind == "rows"]
             column = replace(column, longest=longest[0] if longest else None)
@@ -504,8 +503,11 @@ class OwnNetwork(Network):
         self._features = list(
             dict.fromkeys(name for each in configs for name in each.feature_names)
         )
-        raw = dict(zip(queries.column_names, queries.columns, strict=True))
-        raw |= dict(zip(catalogue.column_names, catalogue.columns, strict=True))
+        raw = {
+            name: table[name]
+            for table in (queries, catalogue)
+            for name in table.column_names
+        }
         columns = self._inputs(list(raw))
         self._dtypes: dict[str, str] = {}
         inputs = []
