@@ -19,7 +19,6 @@ from torchrec_ext import Bundle, Scorer, adopt, export
 from torchrec_ext.retrieval import (
     Catalogue,
     NamedUsers,
-    NearestRequest,
     RecommendRequest,
 )
 
@@ -92,8 +91,6 @@ def main(folder: Path, steps: int = 1_000) -> None:
     scorer = Scorer(Bundle.load(folder))
     best = scorer.recommend(RecommendRequest(user={"user": 3}, k=10, titles=True))
     print("user 3, of kind 3:", *best.titles, sep="\n  ")
-    nearest = scorer.nearest(NearestRequest(item=best.items[0], k=3, titles=True))
-    print(f"nearest to {best.titles[0]}: {', '.join(nearest.titles)}")
 
 
 if __name__ == "__main__":

@@ -50,10 +50,6 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
     print(f"for {json.dumps(person)}:")
     for name, score in zip(names(answer), answer["scores"], strict=True):
         print(f"  {score:6.3f}  {name}")
-    nearest = ask(
-        url, "/v1/nearest", {"item": answer["items"][0], "k": 3, "titles": True}
-    )
-    print(f"nearest to {names(answer)[0]}: {', '.join(names(nearest))}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -12,7 +11,6 @@ import pytest
 
 from torchrec_ext.sealed import (
     MeasuredStream,
-    difference,
     files_below,
     json_digest,
     measure_file,
@@ -34,37 +32,11 @@ def test_files_are_listed_by_path_and_a_link_is_refused(tmp_path: Path) -> None:
     assert refused.value.filename == str(tmp_path / "b/link")
 
 
-def test_a_file_that_was_cut_or_changed_differs_in_words(tmp_path: Path) -> None:
-    file = tmp_path / "a"
-    file.write_bytes(b"as it was written")
-    listed = measure_file(file)
-    assert listed == {
-        "bytes": 17,
-        "sha256": hashlib.sha256(b"as it was written").hexdigest(),
-    }
-    assert difference(measure_file(file), listed) is None
-    file.write_bytes(b"as it was")
-    assert (
-        difference(measure_file(file), listed) == "has 9 bytes and was written with 17"
-    )
-    file.write_bytes(b"as it was changed")
-    assert (
-        difference(measure_file(file), listed)
-        == "is damaged: its content does not fit its digest"
-    )
-
-
 def test_a_manifest_holds_the_digest_of_the_rest_of_it() -> None:
     content = {"rows": 3, "files": {}}
     whole = json.loads(sealed_json(content, "digest"))
     assert whole == {**content, "digest": json_digest(content)}
-    assert (
-        json_digest({"b": 1, "a": 2})
-        == json_digest({"a": 2, "b": 1})
-        != json_digest({"a": 2, "b": 1}, compact=True)
-    )
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        json_digest([float("nan")], compact=True)
+    assert json_digest({"b": 1, "a": 2}) == json_digest({"a": 2, "b": 1})
 
 
 def test_a_stream_is_measured_while_it_is_written(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_cuda_torch_with_cpu_fbgemm_is_right_without_a_gpu_and_wrong_with_one(
     assert stack.wanted_variant(found) == "cuda"
     assert list(stack.mismatches(found, "cuda", TRIPLE)) == ["fbgemm-gpu"]
     assert stack.torchrec_problem(found, "cpu") == (
-        "torch: found 2.13.0 for cuda, expected 2.13.0 for cpu: "
+        "torch: found 2.13.0 for cuda, expected 2.13.0+cpu: "
         f"{sys.executable} -m torchrec_ext.doctor --install"
     )
 
@@ -118,8 +118,7 @@ def test_cuda_torch_with_cpu_fbgemm_is_right_without_a_gpu_and_wrong_with_one(
     [
         ({}, "2.13"),
         ({"torch": "2.14.1"}, "2.14"),
-        ({"torch": "2.12.1"}, "2.13"),  # TorchRec's
-        ({"torch": "2.12.1", "torchrec": None}, "2.14"),  # the variant's
+        ({"torch": "2.12.1"}, "2.14"),  # the variant's
     ],
 )
 def test_an_environment_has_the_triple_of_its_torch(
@@ -206,7 +205,7 @@ def test_a_mixed_triple_says_so_and_loads_no_torch(mixed: str, code: str) -> Non
         TORCHREC_EXT_VARIANT="cpu",
     )
     assert done.stdout.startswith(
-        "torch: found 2.12.0+cpu for cpu, expected 2.13.0 for cpu and 1 more: "
+        "torch: found 2.12.0+cpu, expected 2.13.0+cpu and 1 more: "
     )
     assert done.stdout.endswith(" -m torchrec_ext.doctor --install False\n")
 

@@ -32,7 +32,6 @@ from torchrec_ext.stack import (
 _CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 _PYTHON = shlex.quote(sys.executable)
 _PIP = f"{_PYTHON} -m pip"
-_LIBRARY = f"{_PYTHON} -m torchrec_ext.distributed.shared_memory.library"
 
 
 def repair(current: Installed, variant: Variant, triple: Triple) -> str:
@@ -121,7 +120,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     flag = parser.add_argument
     flag("--install", action="store_true", help="run that line first")
-    flag("--with-shared-memory", action="store_true", help="compile its library, too")
     flag("--stack", choices=TRIPLES, help="another triple, by its torch")
     flag("--no-import", action="store_true", help="do not import torchrec (seconds)")
     flags = parser.parse_args(argv)
@@ -139,8 +137,6 @@ def main(argv: list[str] | None = None) -> int:
                 f"doctor: torch {torch} is installed, and there is no fbgemm for it; to replace it: {again}"
             )
         run(repair(current, variant, triple))
-    if flags.with_shared_memory:
-        run(_LIBRARY)
     current = stack.installed()
     print("python          ", platform.python_version(), sys.executable)
     print("devices         ", variant, ", ".join(stack.gpu_nodes()) or "no GPU")

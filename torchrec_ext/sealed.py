@@ -212,18 +212,9 @@ def difference(measured: Mapping[str, Any], listed: Mapping[str, Any]) -> str | 
     return None
 
 
-def json_digest(content: Any, *, compact: bool = False) -> str:
-    """Returns the SHA-256 of JSON values, whatever order their keys are in.
-
-    Args:
-        content: JSON values.
-        compact: hash the text without blanks, and refuse NaN and infinity: a bundle's form.
-    """
-    separators = (",", ":") if compact else None
-    text = json.dumps(
-        content, sort_keys=True, separators=separators, allow_nan=not compact
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+def json_digest(content: Any) -> str:
+    """Returns the SHA-256 of JSON values, whatever order their keys are in."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sealed_json(content: Mapping[str, Any], key: str) -> bytes:

@@ -14,10 +14,8 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -59,8 +57,7 @@ TORCHES = ("2.11", "2.14")
 """The oldest and the newest torch for what needs no TorchRec: `adopt`, `why_slow`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Installed:
+class Installed(NamedTuple):
     """The installed builds as this environment's metadata has them; nothing is imported."""
 
     versions: Mapping[str, str]
@@ -81,13 +78,8 @@ def requirements(variant: Variant, triple: Triple) -> dict[str, str | None]:
 
 
 def installed_triple(current: Installed, variant: Variant) -> Triple:
-    """Returns the triple of the installed torch, else of the installed TorchRec, else the variant's."""
-    for name in ("torch", "torchrec"):
-        found = minor(current.versions.get(name, ""))
-        for triple in TRIPLES.values():
-            if minor(getattr(triple, name)) == found:
-                return triple
-    return DEFAULTS[variant]
+    """Returns the triple of the installed torch, else the variant's."""
+    return TRIPLES.get(minor(current.versions.get("torch", "")), DEFAULTS[variant])
 
 
 def minor(version: str) -> str:
@@ -149,12 +141,8 @@ def torch_build(version: str, requires: list[str]) -> Variant:
 
 
 def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
-    """Returns the NVIDIA device nodes of this machine or container; under WSL, without such nodes, the shared one."""
-    nodes = sorted(str(path) for path in dev.glob("nvidia[0-9]*"))
-    # WSL has /dev/dxg for a GPU of any make; only NVIDIA's comes with nvidia-smi.
-    if not nodes and (dev / "dxg").exists() and shutil.which("nvidia-smi"):
-        return [str(dev / "dxg")]
-    return nodes
+    """Returns the NVIDIA device nodes of this machine or container; WSL has none."""
+    return sorted(str(path) for path in dev.glob("nvidia[0-9]*"))
 
 
 def wanted_variant(current: Installed) -> Variant:
@@ -188,24 +176,19 @@ def mismatches(current: Installed, variant: Variant, triple: Triple) -> dict[str
     wrong = {}
     for name, version in requirements(variant, triple).items():
         found = current.versions.get(name, "nothing")
-        expected = version or "any version"
         is_right = name in current.versions
         # A CPU build need not be marked +cpu, and a CUDA build is marked +cu130, for example.
         is_right &= (version or found).split("+")[0] == found.split("+")[0]
-        if name == "torch":
-            # The CUDA build of torch runs on a CPU too. On a machine with a GPU it would put the tables there.
-            is_right &= current.torch_build == variant or (
-                variant == "cpu" and not gpu_nodes()
-            )
-            expected = f"{triple.torch} for {variant}"
-            found += f" for {current.torch_build}" if current.torch_build else ""
+        # The CUDA build of torch runs on a CPU too. On a machine with a GPU it would put the tables there.
+        if name == "torch" and current.torch_build != variant:
+            is_right &= variant == "cpu" and not gpu_nodes()
+            found += f" for {current.torch_build}"
         # Both unpack into one folder: removing one takes files of the other along.
         if name == FBGEMM_NAME[variant] and other in current.versions:
             is_right = False
-            found = f"{other} {current.versions[other]}"
-            expected = f"{version} alone"
+            found += f" and {other}"
         if not is_right:
-            wrong[name] = f"{name}: found {found}, expected {expected}"
+            wrong[name] = f"{name}: found {found}, expected {version or 'any version'}"
     return wrong
 
 

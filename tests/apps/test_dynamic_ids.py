@@ -175,7 +175,8 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
         name: scorer.score(ScoreRequest(user=user, items=some))
         for name, user in requests.items()
     }
-    assert [answer.user for answer in answers.values()] == ["known", "new", "new"]
+    unknown = [answer.unknown_features for answer in answers.values()]
+    assert unknown == [[], ["user_id"], ["user_id"]]
     assert answers["new"].scores == answers["newer"].scores != answers["earlier"].scores
 
 

@@ -100,13 +100,17 @@ def test_mistakes_are_one_line(
     )
     pq.write_table(pa.table({"key": [1], "item": ["x"]}), tmp_path / "text.parquet")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
+    (tmp_path / "two").mkdir()
+    for name, keys in (("a", [1]), ("b", ["x"])):
+        file = tmp_path / "two" / f"{name}.parquet"
+        pq.write_table(pa.table({"key": keys, "item": [1]}), file)
     out = tmp_path / "out"
     items = folder / "items"
     for flags, what in (
         (["--out", out, "--refresh", out], "say one of --out"),
         (["--out", out, "--delete=1"], "--delete: a store that is written whole"),
         (["--refresh", out, "--store=fp16"], "--store fp16: is for --out"),
-        (["--out", out], "the bundle does not know column 'item'"),
+        (["--out", out], "rows of the candidate side; the bundle does not"),
         (["--out", out, "--catalogue", items], "--id: name the column"),
         (["--out", out, "--catalogue", items, "--id=ky"], "column 'ky' is missing"),
         (["--out", out, "--catalogue", tmp_path / "none", "--id=key"], "none"),
@@ -122,6 +126,10 @@ def test_mistakes_are_one_line(
         (
             ["--out", out, "--catalogue", tmp_path / "cut.parquet", "--id=key"],
             "cannot be read as parquet",
+        ),
+        (
+            ["--out", out, "--catalogue", tmp_path / "two", "--id=key"],
+            "b.parquet: column 'key' is string, and int64 in",
         ),
         (["--refresh", tmp_path / "none", "--delete=1"], "cannot be read"),
     ):

@@ -85,16 +85,13 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
         features=pa.table({"x": [1, 2]}),
         titles=["B", "A"],
         attributes=pa.table({"year": [1, None]}),
-        trained=np.array(["a"]),
     )
     catalogue.write(tmp_path)
     items = ItemTable.open(tmp_path)
     assert items.ids.positions(["a", "b", "c"]).tolist() == [1, 0, -1]
     assert items.titles_of([1]) == ["A"]
     assert sorted(items.attributes) == ["year"]
-    assert items.attribute("year").mask([1]).tolist() == [True, False]
-    with pytest.raises(ValueError, match=r"there are year, not"):
-        items.attribute("years")
+    assert items.attributes["year"].mask([1]).tolist() == [True, False]
 
 
 def test_wrong_catalogues_are_refused(tmp_path: Path) -> None:
@@ -113,9 +110,6 @@ def test_wrong_catalogues_are_refused(tmp_path: Path) -> None:
         Catalogue(ids=np.arange(2), features=features, attributes=floats).write(
             tmp_path
         )
-    Catalogue(ids=np.arange(2), features=features).write(tmp_path)
-    with pytest.raises(ValueError, match=r"no such attribute; there are not"):
-        ItemTable.open(tmp_path).attribute("genre")
     kept = filterable(pa.table({"k": [1], "title": ["a"], "p": [0.5], "g": [[1]]}), "k")
     assert kept.column_names == ["g"]
 
@@ -131,6 +125,6 @@ def test_users_are_read_as_they_were_written(tmp_path: Path) -> None:
     users.write(tmp_path, np.array(["a", "b", "c"]))
     table = UserTable.open(tmp_path, "user")
     assert len(table) == 2
-    assert table.features(0) == {"id": [1], "seen": [[1.5]]}
-    assert table.features(-1) == {"id": [0], "seen": [[0.0]]}
+    assert table.features(0) == {"id": 1, "seen": [1.5]}
+    assert table.features(-1) == {"id": 0, "seen": [0.0]}
     assert [table.seen(row).tolist() for row in (0, 1, -1)] == [[0, 2], [], []]

@@ -31,7 +31,6 @@ from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
 from torchrec_ext.retrieval.export import Renewal, export
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.schema import DataError
 
 PRODUCTS = (
     "dot",
@@ -114,20 +113,6 @@ def test_rows_of_half_precision_say_what_they_change(
     assert exact["greatest_difference"] < parity["greatest_difference"]
     assert parity["greatest_difference"] <= parity["allowed"]
     assert exact["allowed"] < parity["allowed"]
-
-
-def test_unknown_ids_read_the_row_of_unknown_ids(first: First, tmp_path: Path) -> None:
-    model, options = first.model, {"oov_ids": {"user_id": 4}, "renewal": first.renewal}
-    bundle = exported("top_nn", tmp_path / "bundle", model, **options)
-    row = table(columns_of(model, "user")).slice(4, 1).to_pydict()
-    unknown = {**row, "user_id": [10**6]}
-    read = bundle.query.columns.read(unknown)
-    assert read.unknown["user_id"].tolist() == [True]
-    np.testing.assert_array_equal(
-        bundle.query.embed(unknown), bundle.query.embed({**row, "user_id": [4]})
-    )
-    with pytest.raises(DataError, match="'age'"):
-        bundle.query.embed({name: row[name] for name in row if name != "age"})
 
 
 def test_the_bundle_holds_the_rows_that_are_asked_for(tmp_path: Path) -> None:

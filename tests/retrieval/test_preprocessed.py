@@ -171,17 +171,13 @@ def test_a_module_of_ones_own_takes_raw_requests(tmp_path: Path) -> None:
         row["time"] = row["time"].isoformat()
         (score,) = scorer.score(ScoreRequest(user=row, items=[item])).scores
         assert score == pytest.approx(logit, rel=1e-4, abs=1e-5)
-    # Null reads row 0, which the bag leaves out, so the list need not be filled up. It
-    # is not unknown.
-    for recent in (row["recent"], row["recent"][1:]):
+    # Null reads row 0, which fills shorter lists up too.
+    for recent, unknown in ((row["recent"][1:], []), (row["recent"], ["recent"])):
         answer = scorer.score(ScoreRequest(user=row | {"recent": recent}, items=[item]))
         assert answer.scores == [pytest.approx(logit, rel=1e-4, abs=1e-5)]
-        assert not answer.unknown_features
-    answer = scorer.score(
-        ScoreRequest(user=row | {"recent": [None, "x"]}, items=[item])
-    )
-    assert answer.unknown_features == ["recent"]
-    nobody = scorer.score(ScoreRequest(user={**row, "user": "nobody"}, items=["vid-x"]))
+        assert answer.unknown_features == unknown
+    row |= {"recent": [], "user": "nobody"}
+    nobody = scorer.score(ScoreRequest(user=row, items=["vid-x"]))
     assert nobody.unknown_features == ["user"]
     assert nobody.unknown_items == ["vid-x"]
     with pytest.raises(RequestError, match=r"reads no such column; it reads .*recent"):
@@ -299,16 +295,14 @@ def test_a_posted_history_is_not_mixed_with_the_stored_one(
         served({"user": "u", "history_items": None, "history_genre": None})
 
 
-def test_ids_that_no_step_made_are_filled_up_by_the_row_that_is_named(
-    tmp_path: Path,
-) -> None:
-    """Ids that are rows already: the table's padding row, or that of unknown ids, as told; else it is asked for."""
+def test_ids_that_no_step_made_are_filled_up_by_the_padding_row(tmp_path: Path) -> None:
+    """Ids that are rows already: by the table's padding row; without one it is asked for."""
     rows = pa.table({"item": [1, 2], "recent": [[1], [2, 1, 2]]})
     pq.write_table(rows, tmp_path / "log.parquet")
     steps = [Lists(column="recent", max_length=2)]
     fitted = Preprocessor(steps, keep=["item"]).fit(str(tmp_path / "log.parquet"))
 
-    def exported(padding: int | None, **options: Any) -> Columns:
+    def exported(padding: int | None) -> Columns:
         items = np.array([1, 2])
         export(
             Places(padding),
@@ -317,18 +311,13 @@ def test_ids_that_no_step_made_are_filled_up_by_the_row_that_is_named(
             queries=rows.select(["recent"]),
             preprocessor=fitted,
             overwrite=True,
-            **options,
         )
         return Bundle.load(tmp_path / "bundle").query.columns
 
-    for columns, fill in (
-        (exported(2), 2),
-        (exported(None, oov_ids={"recent": 1}), 1),
-    ):
-        read = columns.read_row({"recent": [2]})
-        assert read.columns["recent"].values.tolist() == [2, fill]
-        assert not read.unknown["recent"].any()
-    with pytest.raises(BundleError, match=r"'recent': .* one padding_idx, or .*oov"):
+    read = exported(2).read_row({"recent": [2]})
+    assert read.columns["recent"].values.tolist() == [2, 2]
+    assert not read.unknown["recent"].any()
+    with pytest.raises(BundleError, match=r"'recent': .* one padding_idx"):
         exported(None)
 
 

@@ -67,6 +67,20 @@ def test_ties_stand_in_the_order_of_positions(tmp_path: Path) -> None:
     assert found.positions.tolist() == list(range(first, first + 90, 3))
 
 
+def test_near_ties_are_ranked_by_the_graph(tmp_path: Path) -> None:
+    """A pass of BLAS rounds otherwise, so the best of its scores alone are others."""
+    small = Small(ITEMS, metric="product")
+    draw = np.random.default_rng(1)
+    small.rows[:] = small.rows[0] + draw.normal(0, 3e-7, small.rows.shape)
+    small.write(tmp_path / "bundle", certify=False)
+    bundle = Bundle.load(tmp_path / "bundle", verify=False)
+    search = ExactSearch(bundle)
+    for _ in range(20):
+        query = draw.normal(size=WIDTH).astype(np.float32)
+        best = np.argsort(-bundle.logits(query, np.arange(ITEMS)), kind="stable")[:10]
+        assert search.search(query, 10).positions.tolist() == best.tolist()
+
+
 def test_nan_is_an_error_that_names_the_item(bundle: Bundle, small: Small) -> None:
     """A top NN that overflows for one item must not answer without it."""
     search = ExactSearch(bundle)

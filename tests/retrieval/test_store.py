@@ -65,16 +65,12 @@ def test_an_interrupted_write_leaves_the_old_store(tmp_path: Path) -> None:
 
 def test_one_changed_byte_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "s", ([1, 2], vectors(2)))
-    for name in ("vectors.npy", "ids.arrow", "manifest.json"):
-        path = tmp_path / "s" / name
-        content = path.read_bytes()
-        changed = bytearray(content)
-        changed[len(changed) // 2] ^= 1
-        path.write_bytes(changed)
-        with pytest.raises(BundleError):
-            Store.open(tmp_path / "s")
-        path.write_bytes(content)
-    Store.open(tmp_path / "s")
+    path = tmp_path / "s" / "vectors.npy"
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(BundleError, match=r"does not fit its digest"):
+        Store.open(tmp_path / "s")
 
 
 def test_refusals(tmp_path: Path) -> None:

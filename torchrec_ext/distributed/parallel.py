@@ -27,7 +27,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_ext.batch import skip_fx_notice
+import torchrec_ext.batch  # noqa: F401 -- leaves out a notice of torch, which means TorchRec
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
     declare_table_optimizer,
@@ -150,8 +150,6 @@ def hybrid_parallel(
             plan=plan,
             sharders=sharders(),
         )
-    # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
-    skip_fx_notice()
     initialise_tables(sharded, seed, given)
     read_past_caches(sharded)
     settle_buckets(sharded)

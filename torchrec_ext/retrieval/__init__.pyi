@@ -4,7 +4,6 @@ from .catalogue import NamedUsers as NamedUsers
 from .export import export as export
 from .manifest import BundleError as BundleError
 from .scorer import EmbedRequest as EmbedRequest
-from .scorer import NearestRequest as NearestRequest
 from .scorer import RecommendRequest as RecommendRequest
 from .scorer import RequestError as RequestError
 from .scorer import Scorer as Scorer

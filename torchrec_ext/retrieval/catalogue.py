@@ -28,9 +28,8 @@ USERS = "users.arrow"
 SEEN = "seen.arrow"
 ID = "id"
 TITLE = "title"
-TRAINED = "trained"
 NOT = "not"  # in a filter: ids to leave out
-_RESERVED = (ID, TITLE, TRAINED, NOT)
+_RESERVED = (ID, TITLE, NOT)
 ATTRIBUTE_TYPES = ("int64", "string", "list<int64>", "list<string>")
 _SEEN = "__seen__"
 _USER = "__id__"
@@ -47,14 +46,12 @@ class Catalogue:
         features: I rows with the raw columns of the candidate tower.
         titles: (I,) titles for display, or None.
         attributes: I rows of columns to filter by: whole numbers, text or lists of them; None for none.
-        trained: ids in the training rows, or None.
     """
 
     ids: NDArray[Any]
     features: pa.Table
     titles: Sequence[str] | None = None
     attributes: pa.Table | None = None
-    trained: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         names = ("features", "titles", "attributes")
@@ -67,7 +64,7 @@ class Catalogue:
             )
 
     def write(self, folder: Path) -> None:
-        """Writes the items of a bundle: ids, titles, whether an item was trained, and attributes.
+        """Writes the items of a bundle: ids, titles and attributes.
 
         Raises:
             BundleError: an id is there twice; an attribute has a reserved name or a type that no filter takes.
@@ -75,8 +72,6 @@ class Catalogue:
         columns: dict[str, Any] = {ID: Ids(self.ids).arrow()}
         if self.titles is not None:
             columns[TITLE] = pa.array(self.titles, type=pa.string())
-        if self.trained is not None:
-            columns[TRAINED] = pa.array(np.isin(self.ids, self.trained))
         attributes = pa.table({}) if self.attributes is None else self.attributes
         for field in attributes.schema:
             if field.name in columns or field.name in _RESERVED:
@@ -344,13 +339,6 @@ class ItemTable:
         """Opens the items of a bundle; raises BundleError if they are damaged."""
         return cls(read_table(folder / ITEMS))
 
-    @property
-    def trained(self) -> int:
-        """Number of items that are in the training rows; all if the bundle does not say."""
-        if TRAINED not in self._table.column_names:
-            return len(self)
-        return int(pc.sum(self._table[TRAINED]).as_py())
-
     @cached_property
     def attributes(self) -> dict[str, Attribute]:
         """Attributes to filter by, by name; a million items take about .1 s each to read."""
@@ -358,24 +346,11 @@ class ItemTable:
         return {name: Attribute(self._table[name]) for name in names}
 
     def titles_of(self, positions: Sequence[int] | IdArray) -> list[str]:
-        """Returns the titles of items, empty for position -1; an empty list if items have no titles."""
+        """Returns the titles of items; an empty list if items have no titles."""
         if TITLE not in self._table.column_names:
             return []
         titles = self._table[TITLE]
-        return [
-            str(titles[int(each)].as_py()) if each >= 0 else "" for each in positions
-        ]
-
-    def attribute(self, name: str) -> Attribute:
-        """Returns an attribute by its name.
-
-        Raises:
-            ValueError: the items have no such attribute.
-        """
-        if name not in self.attributes:
-            names = listed([*self.attributes, NOT])
-            raise ValueError(f"the items have no such attribute; there are {names}")
-        return self.attributes[name]
+        return [str(titles[int(each)].as_py()) for each in positions]
 
 
 class UserTable:
@@ -402,10 +377,10 @@ class UserTable:
         seen = read_table(folder / SEEN)[_SEEN]
         return cls(key, read_table(folder / USERS), seen)
 
-    def features(self, row: int) -> dict[str, list[Any]]:
-        """Returns a user's raw columns, each a list of one value; row -1 is the unknown user's."""
+    def features(self, row: int) -> dict[str, Any]:
+        """Returns a user's raw columns; row -1 is the unknown user's."""
         # A slice of the memory-mapped table copies no column.
-        return self._features.slice(row % len(self._features), 1).to_pydict()  # type: ignore[no-any-return]
+        return self._features.slice(row % len(self._features), 1).to_pylist()[0]  # type: ignore[no-any-return]
 
     def block(self, start: int, stop: int) -> pa.Table:
         """Returns the raw columns of the users in rows ``start`` to ``stop - 1``."""

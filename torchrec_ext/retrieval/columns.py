@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,15 +16,12 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Column
 from torchrec_ext.data.preprocess.columns import (
     element,
-    is_list_column,
     missing_column,
-    read_cells,
 )
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.schema.validation import DataError, listed
 
-Rows = Mapping[str, Sequence[Any]]
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -37,8 +34,7 @@ class ModelColumn:
         rows: rows of the smallest table that it looks up; None for a column of numbers.
         oov: row for ids outside of the table; None refuses them.
         longest: most entries of a list that are read; None for any number.
-        lists: what holds for other lists: all are ``exact`` of this length, longer ones are ``refused``, or their
-            ``latest`` entries are read where they are not pooled.
+        exact: whether all lists have this length; else the latest entries of a longer one are read.
         fill: row of the table that fills shorter lists up to ``longest``, at their end; None leaves them short.
     """
 
@@ -46,21 +42,19 @@ class ModelColumn:
     rows: int | None = None
     oov: int | None = None
     longest: int | None = None
-    lists: Literal["exact", "refused", "latest"] = "latest"
+    exact: bool = False
     fill: int | None = None
 
     @property
     def width(self) -> int | None:
         """Length of each list, if all have one."""
-        return self.longest if self.lists == "exact" else None
+        return self.longest if self.exact and self.fill is None else None
 
     def takes(self, lengths: Any) -> Any:
         """Whether lists of some length, or lengths (B,), are read as they are."""
-        if self.longest is None or self.lists == "latest":
+        if not self.exact:
             return True
-        if self.lists == "exact":
-            return lengths == self.longest
-        return lengths <= self.longest
+        return lengths == self.longest if self.fill is None else lengths <= self.longest
 
 
 def padded(column: Column, size: int, fill: int = 0) -> NDArray[Any]:
@@ -149,12 +143,12 @@ class Columns:
                 (name, column, self.raw[name]) for name, column in self.columns.items()
             ]
 
-    def read(self, rows: Rows | pa.Table | Sequence[Mapping[str, Any]]) -> Read:
+    def read(self, rows: pa.Table | Sequence[Mapping[str, Any]]) -> Read:
         """Reads B raw rows.
 
         Args:
-            rows: B values of each column in ``raw``, None for null, lists for a list column; or an Arrow table; or a
-                list of B rows. Further columns are ignored.
+            rows: an Arrow table, or B rows, each with a value of each column in ``raw``: None for null, a list for a
+                list column. Further columns are ignored.
 
         Raises:
             DataError: a column is missing or has another length; a value is missing, of another type, NaN or infinite.
@@ -168,9 +162,7 @@ class Columns:
         for name, column in self.columns.items():
             _check_lengths(name, column, columns[name])
             if column.rows is not None:
-                columns[name], unknown[name] = self._ids(
-                    name, column, columns[name], by_column
-                )
+                columns[name], unknown[name] = self._ids(name, column, columns[name])
             elif not (np.abs(columns[name].values) <= _FLOAT32_MAX).all():
                 raise DataError(
                     f"column '{name}': a value is beyond float32; send a smaller number"
@@ -197,7 +189,7 @@ class Columns:
         return self.read([row]) if self._plain is None else read
 
     def _by_column(
-        self, rows: Rows | pa.Table | Sequence[Mapping[str, Any]]
+        self, rows: pa.Table | Sequence[Mapping[str, Any]]
     ) -> Mapping[str, Any]:
         if isinstance(rows, pa.Table):
             return {
@@ -205,8 +197,6 @@ class Columns:
                 for name in rows.column_names
                 if name in self.raw
             }
-        if isinstance(rows, Mapping):
-            return rows
         names = [name for name in self.raw if all(name in row for row in rows)]
         return {name: [row[name] for row in rows] for name in names}
 
@@ -229,7 +219,7 @@ class Columns:
         return error
 
     def _ids(
-        self, name: str, column: ModelColumn, sent: Column, rows: Mapping[str, Any]
+        self, name: str, column: ModelColumn, sent: Column
     ) -> tuple[Column, NDArray[np.bool_]]:
         """Returns ids as rows of the table, and for each row of the request whether one of its ids is unknown."""
         assert column.rows is not None
@@ -253,21 +243,8 @@ class Columns:
         if not sent.ragged:
             return sent, unknown
         of_row = np.zeros(len(sent), np.bool_)
-        if np.count_nonzero(unknown):
-            unknown = unknown & self._is_given(name, sent.lengths, rows)
-            of_row[sent.owners[unknown]] = True
+        of_row[sent.owners[unknown]] = True
         return sent, of_row
-
-    def _is_given(
-        self, name: str, lengths: NDArray[np.int64], rows: Mapping[str, Any]
-    ) -> Any:
-        """Returns which entries of lists are no null in the request: a null that pads is not unknown."""
-        source, *others = sources_of(self._steps, name)
-        if others or not is_list_column(self.raw[source]):
-            return True
-        cells = read_cells(source, rows[source], self.raw[source])
-        # Another length: a step has dropped the nulls.
-        return cells.is_valid if np.array_equal(cells.lengths, lengths) else True
 
     def unknown_row(self) -> dict[str, Column]:
         """Returns one row of which nothing is known: out-of-vocabulary ids, zeros, and lists as short as may be.
@@ -287,11 +264,6 @@ class Columns:
             unknown = Column(np.full(shape, column.oov or 0, np.int64))
             row[name] = _filled(column, unknown)
         return row
-
-    def features_of(self, raw: str) -> list[str]:
-        """Returns the columns of ids that a raw column alone makes."""
-        ids = [name for name, column in self.columns.items() if column.rows is not None]
-        return [name for name in ids if sources_of(self._steps, name) == {raw}]
 
 
 def sources_of(steps: FittedPreprocessor, name: str) -> set[str]:

@@ -116,9 +116,8 @@ def export(
 
     Args:
         model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded,
-            whose last tower is the candidates'; or any module with a forward from columns by name, or from one dict of
-            them, to logits (B,); or TorchRec's DLRM or DLRMTrain, whose columns are ``dense_features``, and each sparse
-            feature by its name.
+            whose last tower is the candidates'; or any module with a forward from columns by name to logits (B,); or
+            TorchRec's DLRM or DLRMTrain, whose columns are ``dense_features``, and each sparse feature by its name.
         out: folder to make.
         catalogue: items to recommend from. What forward computes from these columns alone is stored for each item.
         users: users to look up by id, or None.
@@ -458,12 +457,6 @@ class _Content:
         """Writes the tables, those of collections block by block; returns the file of each."""
         (folder / "tables").mkdir()
         files = {}
-        total = sum(
-            weights.tables[name].bytes
-            for name in self.network.tables
-            if name in weights.tables
-        )
-        done = 0
         for number, name in enumerate(sorted(self.network.tables)):
             # Numbered files: a table's name may hold characters that no file's name
             # can.
@@ -481,8 +474,9 @@ class _Content:
                 for _, start, values in pieces:
                     _check_table(name, start, values)
                     (values if half else values.float()).numpy().tofile(file)
-                    done += values.nbytes
-                    self.progress("tables", done, total)
+                    self.progress(
+                        f"rows of table {name}", start + len(values), shape.size[0]
+                    )
         # The others are plain embeddings of an own module.
         for name in self.network.tables - weights.tables.keys():
             weight = dense[name if name in dense else f"{name}.weight"]
@@ -613,6 +607,5 @@ def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> 
             "files": {path: files[path]["sha256"] for path in sorted(paths)},
             "graph": content["graphs"][side],
             "columns": content["columns"][side],
-        },
-        compact=True,
+        }
     )

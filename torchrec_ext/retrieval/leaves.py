@@ -21,7 +21,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.models.dlrm import DLRM, DLRMTrain
@@ -30,13 +29,11 @@ from torchrec.modules.embedding_configs import (
     EmbeddingBagConfig,
 )
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.data.columns import Chunk, Column, with_elements
 from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.preprocess.columns import is_list_column, raw_type
 from torchrec_ext.distributed.tables import (
-    COLLECTIONS,
     collections,
     table_configs,
     tables_of,
@@ -50,7 +47,6 @@ from torchrec_ext.retrieval.columns import ModelColumn
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf, LookingUp, look_up
-from torchrec_ext.retrieval.weights import plain_state
 from torchrec_ext.schema.array_columns import source_columns, widths_of
 from torchrec_ext.schema.validation import listed
 
@@ -105,24 +101,14 @@ def _columns_of(
         tables = [sizes[leaf.table] for leaf in of_column if leaf.table]
         if tables:
             row = given.oov_ids.get(name, 0 if name in given.vocab else oov)
-            known = row is not None and row >= 0
             # Ids must be rows of each table that they look up.
-            column = replace(column, rows=min(tables), oov=row if known else None)
+            column = replace(column, rows=min(tables), oov=row)
         if name in steps:
             longest = [leaf.shape[0] for leaf in of_column if leaf.kind == "rows"]
             column = replace(column, longest=longest[0] if longest else None)
         elif lengths.get(name):
             fill = _fill_of(name, of_column, given, paddings)
-            # Shorter lists are what training padded if no leaf reads the padding.
-            shorter = fill is not None or all(
-                leaf.padding is not None for leaf in of_column
-            )
-            column = replace(
-                column,
-                longest=lengths[name],
-                lists="refused" if shorter else "exact",
-                fill=fill,
-            )
+            column = replace(column, longest=lengths[name], exact=True, fill=fill)
         side = "candidate" if of_column[0].candidate else "query"
         columns[side][name] = column
     _check_oov(given, {**columns["query"], **columns["candidate"]})
@@ -135,23 +121,20 @@ def _fill_of(
     given: Given,
     paddings: Mapping[str, int | None],
 ) -> int | None:
-    """Returns the row that fills a column's shorter lists up: its tables' ``padding_idx``, or the row of unknown ids.
+    """Returns the row that fills a column's shorter lists up: its tables' ``padding_idx``, or row 0 of a step's ids.
 
     None leaves lists of one length as they are: no step made them, or several rows or none would fill them.
     """
     if name not in given.vocab and name not in given.longest:
         return None
-    rows = {leaf.padding for leaf in of_column}
-    rows |= {paddings.get(leaf.table) for leaf in of_column}
+    rows = {paddings.get(leaf.table) for leaf in of_column}
     fills = [row for row in rows if row is not None]
     if not fills and name in given.vocab:
         return 0
-    if not fills and name in given.oov_ids:
-        return given.oov_ids[name]
     if len(fills) != 1 and name in given.longest:
         raise BundleError(
             f"column '{name}': its lists are shorter than {given.longest[name]}, and {len(fills)} rows may have filled "
-            "them up in training; give their tables one padding_idx, or name it by oov_ids"
+            "them up in training; give their tables one padding_idx"
         )
     return fills[0] if len(fills) == 1 else None
 
@@ -161,11 +144,9 @@ def _check_oov(given: Given, columns: Mapping[str, ModelColumn]) -> None:
     rows = {name: column.rows for name, column in columns.items() if column.rows}
     for name, row in given.oov_ids.items():
         if not 0 <= row < rows.get(name, 0):
-            tables = listed(
-                f"{each} (rows 0 to {size - 1})" for each, size in sorted(rows.items())
-            )
+            tables = listed(f"{each} ({size})" for each, size in sorted(rows.items()))
             raise BundleError(
-                f"oov_ids: '{name}': {row} must be a row of a table that its values look up as they are: {tables}"
+                f"oov_ids: '{name}': {row} must be a row of a table that its values look up as they are; rows: {tables}"
             )
 
 
@@ -208,7 +189,7 @@ class Network:
         paddings: Mapping[str, int | None] = MappingProxyType({}),
     ) -> None:
         if known is None or known.inputs != inputs:
-            known = GraphSplit(_plain(module().eval()), inputs)
+            known = GraphSplit(module().eval(), inputs)
         self.split = known
         leaves = [*known.query.leaves, *known.candidate.leaves]
         self.tables = {leaf.table for leaf in leaves if leaf.table}
@@ -460,42 +441,20 @@ class _LeafCollection(nn.Module):
     def embedding_bag_configs(self) -> list[BaseEmbeddingConfig]:
         return self.configs
 
-    def embedding_configs(self) -> list[BaseEmbeddingConfig]:
-        return self.configs
-
     def forward(self, features: Any) -> Any:
         pairs: list[tuple[BaseEmbeddingConfig, str]] = []
         for config in self.configs:
             pairs += [(config, feature) for feature in config.feature_names]
+        if not isinstance(self.configs[0], EmbeddingBagConfig):
+            raise BundleError(
+                f"model: table '{self.configs[0].name}' is of an EmbeddingCollection; look its ids up by nn.Embedding"
+            )
         found = [_looked_up(config, self.columns[name]) for config, name in pairs]
         # TorchRec appends the table's name to features of several tables.
         by_table = get_embedding_names_by_table(self.configs)
         names = list(chain.from_iterable(by_table))
-        if isinstance(self.configs[0], EmbeddingBagConfig):
-            widths = [config.embedding_dim for config, _ in pairs]
-            return KeyedTensor(names, widths, torch.cat(found, 1))
-        return dict(zip(names, map(_full_bags, found), strict=True))
-
-
-def _full_bags(rows: Tensor) -> JaggedTensor:
-    """Returns lists of one length (B, L, D), or one row each (B, D), as a JaggedTensor."""
-    longest = rows.shape[1] if rows.dim() == 3 else 1
-    lengths = torch.full((rows.shape[0],), longest)
-    return JaggedTensor(values=rows.reshape(-1, rows.shape[-1]), lengths=lengths)
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    """Replaces each parametrization in a copy of a module by the weight that it computes."""
-    for each in list(module.modules()):
-        if is_parametrized(each):
-            lists: Any = each.parametrizations
-            weights = {name: getattr(each, name).detach() for name in lists}
-            # Not by torch's own function, which changes the class that the trained module shares.
-            each.__class__ = type_before_parametrizations(each)
-            del each.parametrizations
-            for name, weight in weights.items():
-                each.register_parameter(name, nn.Parameter(weight))
-    return module
+        widths = [config.embedding_dim for config, _ in pairs]
+        return KeyedTensor(names, widths, torch.cat(found, 1))
 
 
 def _without_tables(module: nn.Module) -> nn.Module:
@@ -504,8 +463,6 @@ def _without_tables(module: nn.Module) -> nn.Module:
     for value in (*module.parameters(), *module.buffers()):
         if value.device.type == "cpu":
             memo[id(value)] = value
-    if isinstance(module, COLLECTIONS):
-        return _LeafCollection(table_configs(module))
     for _, collection in collections(module):
         memo[id(collection)] = _LeafCollection(table_configs(collection))
     return copy.deepcopy(module, memo)
@@ -515,7 +472,7 @@ class OwnNetwork(Network):
     """A module of the user's own, or a DLRM of TorchRec, whose forward takes columns.
 
     Args:
-        model: module with a forward from columns by name, or from one dict of them; or a DLRM or DLRMTrain.
+        model: module with a forward from columns by name; or a DLRM or DLRMTrain.
         queries: rows of raw columns of the queries.
         catalogue: rows of raw columns of the candidates.
         given: what is known of the columns.
@@ -545,9 +502,12 @@ class OwnNetwork(Network):
         self._features = list(
             dict.fromkeys(name for each in configs for name in each.feature_names)
         )
-        raw = dict(zip(queries.column_names, queries.columns, strict=True))
-        raw |= dict(zip(catalogue.column_names, catalogue.columns, strict=True))
-        self._call, columns = self._inputs(list(raw))
+        raw = {
+            name: table[name]
+            for table in (queries, catalogue)
+            for name in table.column_names
+        }
+        columns = self._inputs(list(raw))
         self._dtypes: dict[str, str] = {}
         inputs = []
         for name in columns:
@@ -567,8 +527,8 @@ class OwnNetwork(Network):
             )
         sizes = {
             path.removesuffix(".weight"): len(weight)
-            for path, weight in plain_state(self.model).items()
-            if isinstance(weight, Tensor) and weight.dim() == 2
+            for path, weight in self.model.named_parameters()
+            if weight.dim() == 2
         }
         sizes |= {config.name: config.num_embeddings for config in configs}
         paddings = {
@@ -581,10 +541,10 @@ class OwnNetwork(Network):
         )
 
     def _by_leaves(self) -> nn.Module:
-        return _OwnByLeaves(_without_tables(self.model).cpu(), self._call)
+        return _OwnByLeaves(_without_tables(self.model).cpu())
 
-    def _inputs(self, names: Sequence[str]) -> tuple[str, list[str]]:
-        """Returns the name of forward's dict argument (empty if it takes columns by name), and the columns to give."""
+    def _inputs(self, names: Sequence[str]) -> list[str]:
+        """Returns the columns that forward takes."""
         if isinstance(self.model, DLRM):
             required = taken = [_DENSE, *self._features]
         else:
@@ -598,16 +558,13 @@ class OwnNetwork(Network):
                 if each.default is each.empty
                 and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
             ]
-            if len(required) == 1 and required[0] not in names:
-                types = self._given.types
-                return required[0], [name for name in names if _is_numeric(types[name])]
         missing = [name for name in required if name not in names]
         if missing:
             raise BundleError(
                 f"model: forward of {type(self.model).__name__} takes {listed(missing)}, which is no column; the "
                 f"columns are {listed(names)}; name them as the arguments"
             )
-        return "", [name for name in taken if name in names]
+        return [name for name in taken if name in names]
 
     @torch.no_grad()
     def logits(self, columns: Chunk) -> Tensor:
@@ -629,7 +586,7 @@ class OwnNetwork(Network):
             for name, each in columns.items()
         }
         try:
-            logits = _call(self.model, self._call, values)
+            logits = self.model(**values)
         except IndexError as error:
             raise BundleError(
                 f"model: forward raises '{error}': an id that it computes is no row of its table; give queries and a "
@@ -641,10 +598,9 @@ class OwnNetwork(Network):
 class _OwnByLeaves(nn.Module):
     """A user's module over a dict of columns."""
 
-    def __init__(self, model: nn.Module, call: str) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._call = call
 
     def forward(self, leaves: Mapping[str, Tensor]) -> Tensor:
         for module in self.model.modules():
@@ -653,11 +609,7 @@ class _OwnByLeaves(nn.Module):
         if isinstance(self.model, DLRM):
             return self.model(leaves[_DENSE], _NoKeys())  # type: ignore[no-any-return]
         with LookingUp(self.model, leaves.values()):
-            return _call(self.model, self._call, leaves)  # type: ignore[no-any-return]
-
-
-def _call(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
-    return model(dict(columns)) if call else model(**columns)
+            return self.model(**leaves)  # type: ignore[no-any-return]
 
 
 def _kind_of(
@@ -665,7 +617,8 @@ def _kind_of(
 ) -> tuple[str, tuple[int | None, ...]]:
     """Returns the type of an own module's column, and the shape of its rows: (), or the length that all lists have."""
     kind = raw_type(column.type) or ""
-    if not _is_numeric(kind):
+    numbers = ("int64", "float32", "float64", "bool")
+    if kind.removeprefix("list<").removesuffix(">") not in numbers:
         raise BundleError(
             f"column '{name}': {column.type}; an own module reads whole numbers, numbers or lists of them"
         )
@@ -683,15 +636,6 @@ def _kind_of(
             "Lists(max_length=L) before"
         )
     return dtype, (lengths[0],)
-
-
-def _is_numeric(kind: str) -> bool:
-    return kind.removeprefix("list<").removesuffix(">") in (
-        "int64",
-        "float32",
-        "float64",
-        "bool",
-    )
 
 
 def _matrix(column: Column, dtype: str = "float32") -> Tensor:

@@ -26,7 +26,7 @@ class BundleError(ValueError):
     """A bundle cannot be written or must not be used: the message names the file, the problem and the remedy."""
 
 
-FORMAT = 5
+FORMAT = 6
 BUNDLE_MANIFEST = "manifest.json"
 # It may list millions of rows that training never read.
 _MOST_BYTES = 64 * 2**20
@@ -50,7 +50,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """SHA-256 of the content: the bundle's name in answers."""
-        return json_digest(self.content, compact=True)
+        return json_digest(self.content)
 
     @property
     def parity(self) -> Mapping[str, Any]:

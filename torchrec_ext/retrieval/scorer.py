@@ -1,4 +1,4 @@
-"""Scorer: answers requests by a bundle: recommend, score, nearest and embed."""
+"""Scorer: answers requests by a bundle: recommend, score and embed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray, UserTable
 from torchrec_ext.retrieval.search import (
     Mask,
     check_scores,
-    cosines,
     open_search,
-    rank,
 )
 from torchrec_ext.retrieval.store import Store
 from torchrec_ext.schema.validation import DataError, listed
@@ -109,26 +107,6 @@ class EmbedRequest(_Request, frozen=True, kw_only=True):
         _check_list("rows", self.rows, "give an object for each row")
 
 
-class NearestRequest(_Request, frozen=True, kw_only=True):
-    """Asks for the items nearest to an item: those with the greatest cosine of the stored rows.
-
-    Args:
-        item: id of the item.
-        k: number of items, 1 or more. If the catalogue has fewer others, the answer has all of them.
-        titles: return the items' titles too.
-
-    Raises:
-        RequestError: ``k`` below 1.
-    """
-
-    item: Id
-    k: int = 10
-    titles: bool = False
-
-    def __post_init__(self) -> None:
-        _check_least("k", self.k, 1)
-
-
 def _check_least(field: str, value: int, least: int) -> None:
     if value < least:
         raise RequestError(field, f"{value}: must be {least} or more")
@@ -140,7 +118,6 @@ def _check_list(field: str, values: Any, remedy: str) -> None:
 
 
 class _OfUser(Struct, kw_only=True, omit_defaults=True):
-    user: Literal["known", "new"]
     unknown_user: bool
     unknown_features: list[str]
     vector: Literal["live", "store"]
@@ -155,13 +132,10 @@ class Recommendation(_OfUser, kw_only=True, omit_defaults=True):
         items: (K,) ids, the best first.
         scores: (K,) logits.
         asked: ``k`` of the request; K is smaller if fewer items are left.
-        user: whether the user's id is ``known``: a trained row is its own, or no tower reads ids and the bundle's
-            users have it; else ``new``.
         unknown_user: whether the user's id is missing, or not among the bundle's users.
         unknown_features: columns with a value mapped to the out-of-vocabulary row.
         vector: source of the user's vector, ``live`` or ``store``.
-        unknown_items: ids of the request that the catalogue lacks, each once. Candidates among them are scored as the
-            unknown item.
+        unknown_items: ids of the request that the catalogue lacks, each once.
         titles: (K,) titles, if requested and known.
         liked: ids of the user's items, the latest first, if requested and known.
         liked_titles: titles of the liked items.
@@ -188,22 +162,6 @@ class Embedded(Struct, kw_only=True):
     vectors: list[list[float]]
     unknown_features: list[list[str]]
     bundle: str
-
-
-class Nearest(Struct, kw_only=True, omit_defaults=True):
-    """The K items nearest to an item, the nearest first; see :class:`NearestRequest`.
-
-    Args:
-        items: (K,) ids, without the item itself.
-        scores: (K,) cosines.
-        titles: (K,) titles, if requested and known.
-        bundle: digest of the bundle that answered.
-    """
-
-    items: list[Id]
-    scores: list[float]
-    bundle: str
-    titles: list[str] = []
 
 
 class _User(NamedTuple):
@@ -238,10 +196,6 @@ class Scorer:
         # Now, before any request waits for it.
         _ = bundle.items.attributes
         self._key = bundle.users.key if bundle.users is not None else None
-        # Columns that are the id, as the model reads it.
-        self._id_features: list[str] = []
-        if self._key is not None:
-            self._id_features = bundle.query.columns.features_of(self._key)
 
     def recommend(self, request: RecommendRequest) -> Recommendation:
         """Returns the best items of one user.
@@ -259,35 +213,21 @@ class Scorer:
         if request.exclude_seen and self.bundle.users is not None:
             seen = self.bundle.users.seen(user.row)
             excluded = np.concatenate([excluded, seen])
-        filtered = mask is not None
         if len(excluded):
             if mask is None:
                 mask = np.ones(len(self.bundle.rows), np.bool_)
             mask[excluded] = False
         if request.candidates is None:
             scores, positions = self._search.search(user.vector, request.k, mask)
-            items = self._ids.ids(positions)
         else:
-            candidates = request.candidates
-            known, more = self._positions("candidates", candidates)
-            if len(set(candidates)) < len(candidates):
-                raise RequestError(
-                    "candidates", "an id is there more than once; give each once"
-                )
-            keep = np.ones(len(known), np.bool_) if mask is None else mask[known]
-            # An unknown item has no attribute, so a filter drops it.
-            keep[known < 0] = not filtered
-            if left_out := set(unknown):
-                keep &= [each not in left_out for each in candidates]
-            chosen = np.flatnonzero(keep)
-            scores = self._logits(user, known[chosen], more, "candidates")
-            # Ties keep the request's order.
-            best = rank(scores, request.k)
-            items = [candidates[index] for index in chosen[best].tolist()]
-            scores, positions = scores[best], known[chosen][best]
+            known, more = self._positions("candidates", request.candidates)
             unknown += more
+            chosen = np.unique(known[known >= 0])
+            if mask is not None:
+                chosen = chosen[mask[chosen]]
+            scores, positions = self._search.among(user.vector, request.k, chosen)
         return Recommendation(
-            items=items,
+            items=self._ids.ids(positions),
             scores=scores.tolist(),
             asked=request.k,
             unknown_items=list(dict.fromkeys(unknown)),
@@ -300,8 +240,20 @@ class Scorer:
         """Returns the model's logits for one user and some items; raises as :meth:`recommend`."""
         user = self._user(request.user)
         positions, unknown = self._positions("items", request.items)
+        # Position -1 reads the first item's row; its logit is then replaced.
+        logits = self.bundle.logits(user.vector, positions)
+        if unknown:
+            try:
+                row = self.bundle.unknown_item
+            except DataError as error:
+                raise RequestError(
+                    "items",
+                    f"{str(unknown[0])[:50]!r} is not in the catalogue, and {error}",
+                ) from None
+            logits[positions < 0] = self.bundle.pairs(user.vector, row)[0]
+        check_scores(self.bundle, logits, positions)
         return Scores(
-            scores=self._logits(user, positions, unknown, "items").tolist(),
+            scores=logits.tolist(),
             unknown_items=list(dict.fromkeys(unknown)),
             **user.fields,
         )
@@ -322,25 +274,6 @@ class Scorer:
             vectors=vectors.tolist(), unknown_features=unknown, bundle=self.digest
         )
 
-    def nearest(self, request: NearestRequest) -> Nearest:
-        """Returns the items nearest to an item; raises as :meth:`recommend`."""
-        position, unknown = self._positions("item", [request.item])
-        if unknown:
-            raise RequestError(
-                "item",
-                f"{str(request.item)[:100]!r} is not in the catalogue; send an id that is",
-            )
-        scores = cosines(self.bundle.rows, int(position[0]))
-        # The item itself has no score below all others.
-        scores[position[0]] = -np.inf
-        best = rank(scores, min(request.k, len(scores) - 1))
-        return Nearest(
-            items=self._ids.ids(best),
-            scores=scores[best].tolist(),
-            titles=self.bundle.items.titles_of(best) if request.titles else [],
-            bundle=self.digest,
-        )
-
     def _user(self, user: Mapping[str, Any] | None) -> _User:
         key = self._key
         if user is None:
@@ -348,19 +281,16 @@ class Scorer:
         row = self._row(user, "user")
         query: Floats | None = None
         unknown: list[str] = []
-        source, known = "store", True
+        source = "store"
         only = user.get(key) if key is not None and set(user) == {key} else None
         if self._vectors is not None and only is not None:
             query = self._vectors.find(only)
         if query is None:
-            source, known = "live", row >= 0
+            source = "live"
             side = self.bundle.query
             columns = self._columns(side, user, row, "user")
             (query,), (unknown,) = _embedded(side, [columns], ["user"])
-            if self._id_features:
-                known = set(self._id_features).isdisjoint(unknown)
         fields = {
-            "user": "known" if known else "new",
             "unknown_user": self.bundle.users is not None and row < 0,
             "unknown_features": unknown,
             "vector": source,
@@ -418,7 +348,7 @@ class Scorer:
         self, table: UserTable, user: Mapping[str, Any], row: int
     ) -> dict[str, Any]:
         """Returns the features of the bundle's user in ``row`` that may stand beside those of a request."""
-        stored = {name: values[0] for name, values in table.features(row).items()}
+        stored = table.features(row)
         # The features of an unknown user apply only to a request with nothing but an
         # id. Next to other features they would hide a missing column.
         if row < 0 and set(user) != {table.key}:
@@ -437,8 +367,13 @@ class Scorer:
         for name, values in request.filter.items():
             if name == NOT:
                 continue
+            attributes = self.bundle.items.attributes
+            if name not in attributes:
+                names = listed([*attributes, NOT])
+                why = f"the items have no such attribute; there are {names}"
+                raise RequestError(f"filter.{name}", why)
             try:
-                more = self.bundle.items.attribute(name).mask(values)
+                more = attributes[name].mask(values)
             except ValueError as error:
                 raise RequestError(f"filter.{name}", str(error)) from None
             mask = more if mask is None else mask & more
@@ -456,26 +391,6 @@ class Scorer:
             return positions, []
         unknown = np.flatnonzero(positions < 0).tolist()
         return positions, [ids[index] for index in unknown]
-
-    def _logits(
-        self, user: _User, positions: IdArray, unknown: Sequence[Id], field: str
-    ) -> Floats:
-        """Returns (N,) logits of a user with positions (N,), -1 for the ``unknown`` ids of a field."""
-        if not len(positions):
-            return np.zeros(0, np.float32)
-        # Position -1 reads the first item's row; its logit is then replaced.
-        logits = self.bundle.logits(user.vector, positions)
-        if positions.min() < 0:
-            try:
-                row = self.bundle.unknown_item
-            except DataError as error:
-                raise RequestError(
-                    field,
-                    f"{str(unknown[0])[:50]!r} is not in the catalogue, and {error}",
-                ) from None
-            logits[positions < 0] = self.bundle.pairs(user.vector, row)[0]
-        check_scores(self.bundle, logits, positions)
-        return logits
 
     def _liked(self, request: RecommendRequest, user: _User) -> dict[str, Any]:
         """Returns the requested number of the user's liked items, the latest first, and their titles."""

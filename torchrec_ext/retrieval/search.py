@@ -147,48 +147,26 @@ def _kth(scores: Floats, k: int) -> float:
     return float(np.partition(scores, place)[place])
 
 
-def cosines(rows: NDArray[Any], row: int) -> Floats:
-    """Returns (N,) cosines of the stored rows with one of them."""
-    vector = rows[row].astype(np.float32)
-    vector /= max(float(np.linalg.norm(vector)), 1e-30)
-    found = np.empty(len(rows), np.float32)
-    for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK].astype(np.float32, copy=False)
-        norms = np.maximum(np.linalg.norm(block, axis=1), 1e-30)
-        found[start : start + _BLOCK] = block @ vector / norms
-    return found
-
-
 class FaissSearch(ExactSearch):
     """Searches an index of FAISS, and falls back to exact search where a filter leaves it too few items.
 
     Args:
-        bundle: bundle with the rows; its metric is ``product``.
-        index: the open index.
-        settings: parameters of a search, such as ``{"nprobe": 16}``.
+        bundle: bundle with the rows and the index; its metric is ``product``.
+
+    Raises:
+        BundleError: FAISS is not installed, or cannot read the index.
     """
 
-    def __init__(self, bundle: Bundle, index: Any, settings: Mapping[str, int]) -> None:
+    def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle)
-        self._index = index
-        self._settings = dict(settings)
-
-    @classmethod
-    def open(cls, bundle: Bundle) -> FaissSearch:
-        """Opens the index of a bundle.
-
-        Raises:
-            BundleError: FAISS is not installed, or cannot read the index.
-        """
-        faiss = require_faiss()
         path = bundle.folder / INDEX
         try:
-            index = faiss.read_index(str(path))
+            self._index = require_faiss().read_index(str(path))
         except RuntimeError as error:
             raise BundleError(
                 f"{path}: FAISS cannot read it ({str(error).splitlines()[-1][:80]}); export the bundle again"
             ) from None
-        return cls(bundle, index, bundle.manifest.content["index"]["settings"])
+        self._settings = bundle.manifest.content["index"]["settings"]
 
     def search(self, query: Floats, k: int, mask: Mask | None = None) -> Found:
         """Returns the ``k`` best items that the index finds; see :meth:`ExactSearch.search`."""
@@ -205,7 +183,7 @@ class FaissSearch(ExactSearch):
 def open_search(bundle: Bundle) -> ExactSearch:
     """Opens the search that a bundle's manifest names."""
     if bundle.manifest.content["index"]["kind"] == "faiss":
-        return FaissSearch.open(bundle)
+        return FaissSearch(bundle)
     return ExactSearch(bundle)
 
 

@@ -85,7 +85,6 @@ class Leaf:
         dtype: ``float32``, ``int64`` or ``bool``.
         table: name of the table.
         pooling: ``sum`` or ``mean``.
-        padding: row of the table that fills shorter bags up, and is not pooled; None if there is none.
     """
 
     name: str
@@ -96,7 +95,6 @@ class Leaf:
     dtype: str = "float32"
     table: str = ""
     pooling: str = ""
-    padding: int | None = None
 
     @property
     def input(self) -> str:
@@ -125,14 +123,10 @@ class Leaf:
 
 _library: Any = torch.library
 _OPERATORS = _library.Library("torchrec_ext", "FRAGMENT")
-_OPERATORS.define(
-    "look_up(Tensor ids, str table, int width, str pooling, int? padding) -> Tensor"
-)
+_OPERATORS.define("look_up(Tensor ids, str table, int width, str pooling) -> Tensor")
 
 
-def _shape_of_look_up(
-    ids: Tensor, table: str, width: int, pooling: str, padding: int | None
-) -> Tensor:
+def _shape_of_look_up(ids: Tensor, table: str, width: int, pooling: str) -> Tensor:
     shape = ids.shape[:1] if pooling else ids.shape
     return ids.new_empty((*shape, width), dtype=torch.float32)
 
@@ -140,13 +134,7 @@ def _shape_of_look_up(
 _library.register_fake("torchrec_ext::look_up", _shape_of_look_up, lib=_OPERATORS)
 
 
-def look_up(
-    ids: Tensor,
-    table: str,
-    width: int,
-    pooling: str = "",
-    padding: int | None = None,
-) -> Tensor:
+def look_up(ids: Tensor, table: str, width: int, pooling: str = "") -> Tensor:
     """Stands in a trace for what a table has for a column; it becomes a leaf.
 
     Args:
@@ -154,12 +142,11 @@ def look_up(
         table: name of the table.
         width: D of the table.
         pooling: ``sum`` or ``mean`` of the bags (B, L); else the row of each id.
-        padding: see :class:`Leaf`.
 
     Returns:
         (B, D), or (B, L, D) of lists that are not pooled.
     """
-    return torch.ops.torchrec_ext.look_up(ids, table, width, pooling, padding)  # type: ignore[no-any-return]
+    return torch.ops.torchrec_ext.look_up(ids, table, width, pooling)  # type: ignore[no-any-return]
 
 
 class LookingUp(TorchFunctionMode):
@@ -208,20 +195,18 @@ class LookingUp(TorchFunctionMode):
         padding_idx: int | None,
         **others: Any,
     ) -> Tensor:
-        """Returns the sums or means of the rows of a table by a column's ids (B, L)."""
-        table = self._table(ids, weight)
-        if (
-            table is None
-            or ids.dim() != 2
-            or mode == "max"
-            or per_sample_weights is not None
-        ):
+        """Returns the sums or means of the rows of a table by ids (B, L)."""
+        if ids.dim() != 2 or mode == "max" or per_sample_weights is not None:
             place = _line_in("".join(traceback.format_stack()))
             raise BundleError(
-                f"model: forward{place}: an EmbeddingBag takes a column's ids (B, L), by mode sum or mean, without "
-                "offsets or weights; pool an nn.Embedding for others"
+                f"model: forward{place}: an EmbeddingBag takes ids (B, L), by mode sum or mean, without offsets or "
+                "weights; pool an nn.Embedding for others"
             )
-        return look_up(ids, table, weight.shape[1], mode, padding_idx)
+        rows = self._rows(ids, weight)
+        there = torch.ones_like(ids) if padding_idx is None else ids != padding_idx
+        share = there.to(rows.dtype)[:, :, None]
+        total = (rows * share).sum(1)
+        return total / share.sum(1).clamp(min=1) if mode == "mean" else total
 
 
 class Trace:
@@ -329,11 +314,11 @@ class Trace:
         for node in list(self.graph.nodes):
             if node.target is not torch.ops.torchrec_ext.look_up.default:
                 continue
-            ids, table, _, pooling, padding = node.args
+            ids, table, _, pooling = node.args
             column = self.leaves[ids]
             name = f"{column.column}@{table}"
             if pooling:
-                name = f"{pooling} of {name} without {padding}"
+                name = f"{pooling} of {name}"
             leaf = replace(
                 column,
                 name=name,
@@ -342,7 +327,6 @@ class Trace:
                 dtype="float32",
                 table=table,
                 pooling=pooling,
-                padding=padding,
             )
             if leaf in found:
                 node.replace_all_uses_with(found[leaf])

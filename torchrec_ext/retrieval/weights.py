@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.nn.utils.parametrize import is_parametrized
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from torchrec_ext.distributed.runtime import gather_objects
-from torchrec_ext.distributed.tables import Shard, local_shards
+from torchrec_ext.distributed.tables import Shard, local_shards, tables_of
 from torchrec_ext.tensor_file import Shape
 
 # Larger blocks get new pages from the system each time, which takes longer than to
@@ -33,16 +33,6 @@ class Block(NamedTuple):
     table: str
     start: int
     values: Tensor
-
-
-def plain_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the state dict, and the weights that parametrizations compute, by their own paths."""
-    state = dict(model.state_dict())
-    for path, module in model.named_modules():
-        if is_parametrized(module):
-            for name in module.parametrizations:
-                state[f"{path}.{name}".lstrip(".")] = getattr(module, name)
-    return state
 
 
 class LiveWeights:
@@ -72,23 +62,20 @@ class LiveWeights:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._model = model
         self._rows_of = dict(rows or {})
-        shards: dict[tuple[str, int, int], Shard] = {}
-        shapes = {}
-        for shard in local_shards(model):
-            name, count = shard.config.name, shard.config.num_embeddings
-            shards[name, shard.row, shard.column] = shard
-            size = (
-                len(self._rows_of.get(name, range(count))),
-                shard.config.embedding_dim,
-            )
-            shapes[name] = Shape(size, shard.tensor.dtype)
         self.tables: dict[str, Shape] = {}
-        found = self.gathered((list(shards), shapes))
-        for _, of_rank in found:
-            self.tables |= of_rank
+        for config in tables_of(model):
+            rows_of = self._rows_of.get(config.name, range(config.num_embeddings))
+            size = len(rows_of), config.embedding_dim
+            self.tables[config.name] = Shape(size, data_type_to_dtype(config.data_type))
+        shards = {
+            (shard.config.name, shard.row, shard.column): shard
+            for shard in local_shards(model)
+        }
         # What several ranks hold is sent by the lowest of them.
-        earlier = {place for places, _ in found[: self.rank] for place in places}
-        self._shards = [shards[place] for place in shards.keys() - earlier]
+        for places in self.gathered(list(shards))[: self.rank]:
+            for place in places:
+                shards.pop(place, None)
+        self._shards = list(shards.values())
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns each rank's value, in rank order, on every rank."""
@@ -97,7 +84,7 @@ class LiveWeights:
     def dense(self) -> dict[str, Tensor]:
         """Returns all weights and buffers outside of tables, by their names in the unsharded model."""
         tables = {shard.fqn for shard in local_shards(self._model)}
-        state = plain_state(get_unwrapped_module(self._model))
+        state = get_unwrapped_module(self._model).state_dict()
         return {
             name: value.detach().cpu().contiguous()
             for name, value in sorted(state.items())

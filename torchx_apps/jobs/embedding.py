@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle import Bundle, Side
 from torchrec_ext.retrieval.catalogue import Ids
 from torchrec_ext.retrieval.manifest import BundleError
@@ -39,9 +40,14 @@ def rows_of_files(side: Side, catalogue: Sequence[str], key: str) -> Rows:
     """
     source = ParquetSource(catalogue)
     names = list(dict.fromkeys([key, *side.columns.raw]))
-    for name in names:
-        for file in range(len(source.files)):
-            source.type_of(name, file)
+    for number, file in enumerate(source.files):
+        for name in names:
+            source.type_of(name, number)
+        kind, first = (raw_type(source.type_of(key, each)) for each in (number, 0))
+        if kind != first:
+            raise DataError(
+                f"{file.name}: column '{key}' is {kind}, and {first} in {source.files[0].name}; write ids of one type"
+            )
 
     def blocks() -> Iterator[tuple[str, pa.Array, pa.Table]]:
         for group in source.groups:
@@ -61,16 +67,10 @@ def rows_of_users(bundle: Bundle, side: str) -> Rows:
         ValueError: it does not know the columns of this side.
     """
     users = bundle.users
-    known: Sequence[str] = ()
-    if users is not None and side == "query":
-        known = list(users.features(-1))
-    for name in (bundle.query if side == "query" else bundle.candidate).columns.raw:
-        if name not in known:
-            raise ValueError(
-                f"--catalogue: name the parquet files with the rows; the bundle does not know column '{name}' of "
-                f"the {side} side"
-            )
-    assert users is not None, "a side has columns"
+    if users is None or side != "query":
+        raise ValueError(
+            f"--catalogue: name the parquet files with the rows of the {side} side; the bundle does not know them"
+        )
 
     def blocks() -> Iterator[tuple[str, pa.Array, pa.Table]]:
         ids = users.ids.arrow()

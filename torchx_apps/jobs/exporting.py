@@ -218,10 +218,11 @@ def export_run(
 def _describe_catalogue(job: Job, task: Task, bundle: Path) -> str:
     """Says how many items of a catalogue are new, how many of the training's it lacks, and what a new id reads."""
     items = ItemTable.open(bundle)
-    new = len(items) - items.trained
-    gone = task.data.num_items - items.trained
-    text = f"catalogue: {len(items):,} items, {new:,} of them new; {gone:,} items of the training are not in it"
     item = str(task.data.roles.item)
+    trained = set(task.data.values_of(item)[task.data.item_ids].tolist())
+    known = len(trained.intersection(items.ids.arrow().to_pylist()))
+    new, gone = len(items) - known, len(trained) - known
+    text = f"catalogue: {len(items):,} items, {new:,} of them new; {gone:,} items of the training are not in it"
     has_row = item in job.id_dropout or item in job.ids.features
     if task.data.form == "labels":
         summary = json.loads((task.data.folder / SUMMARY).read_text())

@@ -108,7 +108,6 @@ def of_prepared(
     if not catalogue:
         items = items.filter(pa.array(known))
         item_rows = item_rows[known]
-        known = np.ones(len(items), dtype=bool)
     ids = items[key].to_numpy(zero_copy_only=False)
     features = items.select(list(of_items.request_columns))
     request_steps = data.preprocessor.only(
@@ -122,7 +121,6 @@ def of_prepared(
             if "title" in items.column_names
             else None,
             attributes=_attributes(features, key, data.preprocessor),
-            trained=ids[known],
         ),
         users=_users_of(data, names, item_rows, ids),
         queries=pq.read_table(data.folder / RAW_REQUESTS).select(

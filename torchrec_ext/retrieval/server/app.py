@@ -13,14 +13,15 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -31,7 +32,6 @@ from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.manifest import bundle_folder, fingerprint
 from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
-    NearestRequest,
     RecommendRequest,
     RequestError,
     Scorer,
@@ -47,8 +47,6 @@ from torchrec_ext.retrieval.server.telemetry import (
 )
 from torchrec_ext.retrieval.store import Store
 
-_PAGES = {"/": "index.html", "/docs": "docs.html"}
-_REFUSED = "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
     "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -97,7 +95,6 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
 _ASKED: Mapping[str, tuple[type[msgspec.Struct], Callable[[Scorer, Any], Any]]] = {
     "/v1/recommend": (RecommendRequest, Scorer.recommend),
     "/v1/score": (ScoreRequest, Scorer.score),
-    "/v1/nearest": (NearestRequest, Scorer.nearest),
     "/v1/embed": (EmbedRequest, Scorer.embed),
 }
 _DECODERS = {path: msgspec.json.Decoder(kind) for path, (kind, _) in _ASKED.items()}
@@ -118,7 +115,7 @@ class Served:
     def __init__(self, settings: ServerConfig) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.refused: str | None = None
+        self.refused = False
         # Taken before loading, to notice a pointer that moves during the load.
         self._seen = self._pointed()
         self.scorer = self._loaded()
@@ -158,14 +155,14 @@ class Served:
             self.scorer = self._loaded()
         # Any error of a new bundle leaves the live one serving.
         except Exception as error:
-            self.refused = str(error)
+            self.refused = True
             self.metrics.swaps.labels("refused").inc()
             # A bundle's error names files, and no caller's data.
             is_ours = isinstance(error, ValueError)
             reason = str(error) if is_ours else type(error).__name__
             log("bundle_refused", reason=reason)
         else:
-            self.refused = None
+            self.refused = False
             self.metrics.swaps.labels("loaded").inc()
             log("bundle_loaded", bundle=self.scorer.digest[:12])
 
@@ -238,19 +235,8 @@ class Served:
         return _json({"status": "ok"})
 
     async def readyz(self, request: Request) -> Response:
-        """Reports readiness and the live bundle; the reason of a refused bundle only with the token."""
-        reason = self.refused
-        if reason is not None and not self.bears_token(
-            request.headers.get("authorization", "")
-        ):
-            reason = _REFUSED
-        return _json(
-            {
-                "status": "ready",
-                "bundle": self.scorer.digest,
-                "refused": reason,
-            }
-        )
+        """Reports readiness, the live bundle, and whether a newer one was refused; the log says why."""
+        return _json({"bundle": self.scorer.digest, "refused": self.refused})
 
     async def figures(self, request: Request) -> Response:
         """Returns the metrics of all workers."""
@@ -272,10 +258,9 @@ class Served:
 def _check_limits(wanted: Any, settings: ServerConfig) -> None:
     """Refuses a request beyond a limit, by RequestError with the field."""
     lists = dict.fromkeys(("candidates", "items"), settings.max_candidates)
-    sizes = [("k", getattr(wanted, "k", 1), settings.max_k)]
-    for name, most in {**lists, "rows": settings.max_rows}.items():
-        sizes.append((name, len(getattr(wanted, name, None) or ()), most))
-    for name, size, most in sizes:
+    for name, most in {**lists, "rows": settings.max_rows, "k": settings.max_k}.items():
+        value = getattr(wanted, name, None) or ()
+        size = value if isinstance(value, int) else len(value)
         if size > most:
             what = f"{size}: the limit is {most}; ask for less, in several requests"
             raise RequestError(name, what)
@@ -297,29 +282,25 @@ def _json(
     )
 
 
-def _page(name: str) -> Any:
-    # Read once, when the worker starts.
-    content = (files(__package__) / "static" / name).read_bytes()
-
-    async def page(request: Request) -> Response:
-        return HTMLResponse(content)
-
-    return page
-
-
 def application(served: Served) -> ASGIApp:
     """Returns the ASGI application of a worker."""
     routes: list[BaseRoute] = [
         Mount("/static", StaticFiles(packages=[(str(__package__), "static")]))
     ]
     routes += [Route(path, served.answer, methods=["POST"]) for path in _ASKED]
+    # Read once, when the worker starts.
+    content = (files(__package__) / "static" / "index.html").read_bytes()
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(content)
+
     gets = {
+        "/": page,
         "/v1/bundle": served.describe_bundle,
         "/healthz": served.healthz,
         "/readyz": served.readyz,
         "/metrics": served.figures,
         "/openapi.json": served.description,
-        **{path: _page(name) for path, name in _PAGES.items()},
     }
     routes += [
         Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()
@@ -356,7 +337,7 @@ def create() -> ASGIApp:
         return application(Served(settings))
     except Exception as error:
         # Whatever it is, the parent would start workers that fail for ever.
-        if not isinstance(error, ValueError | OSError | AssertionError):
+        if not isinstance(error, ValueError | OSError):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
         # At once: a parent that pings a process while it ends waits for its patience to
@@ -376,9 +357,7 @@ class Guard:
     def __init__(self, app: Starlette, served: Served, routes: frozenset[str]) -> None:
         self._app = app
         # The router itself, without Starlette's own answers to errors.
-        self._router = TrustedHostMiddleware(
-            app.router, served.settings.hosts, www_redirect=False
-        )
+        self._router = app.router
         self._served = served
         self._routes = routes
 
@@ -413,10 +392,19 @@ class Guard:
             await response(scope, receive, send_counted)
         finally:
             seconds = time.perf_counter() - start
-            self._note(scope["method"], scope["path"], status, seconds)
+            self._note(scope["path"], status, seconds)
 
     def _admit(self, path: str, headers: Headers) -> None:
-        """Refuses requests with a wrong token."""
+        """Refuses requests under another host's name, or with a wrong token."""
+        host = headers.get("host", "")
+        with suppress(ValueError):  # brackets without an address
+            host = urlsplit(f"//{host}").hostname or host
+        if not any(fnmatchcase(host, each) for each in self._served.settings.hosts):
+            raise Refusal(
+                400,
+                "host",
+                f"the header Host names {host[:60]!r}; ask by an allowed name, or allow it by --allowed-hosts",
+            )
         needs_token = path.startswith("/v1/") or path == "/metrics"
         authorization = headers.get("authorization", "")
         if needs_token and not self._served.bears_token(authorization):
@@ -439,14 +427,11 @@ class Guard:
             "an error of the server, which its log names; the request is not at fault",
         )
 
-    def _note(self, method: str, path: str, status: int, seconds: float) -> None:
+    def _note(self, path: str, status: int, seconds: float) -> None:
         served = self._served
         route = path if path in self._routes else "other"
         served.metrics.requests.labels(route, status).inc()
         served.metrics.seconds.labels(route).observe(seconds)
         if served.settings.log == "requests":
-            # A method is the caller's text, which may be long.
-            if len(method) >= 10:
-                method = "other"
             ms = round(seconds * 1e3, 2)
-            log("request", method=method, route=route, status=status, ms=ms)
+            log("request", route=route, status=status, ms=ms)

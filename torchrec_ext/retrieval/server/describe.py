@@ -1,4 +1,4 @@
-"""What the server says of a bundle: a page's values, an example of a request, and the OpenAPI description."""
+"""What the server says of a bundle: a page's values, and the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -32,13 +32,6 @@ _TYPES = {
 _TIME = {
     "type": ["string", "integer"],
     "description": "a time in ISO 8601, or a whole number in the column's unit",
-}
-_STATUSES = {
-    "400": "the body is not JSON",
-    "401": "the token is missing or wrong",
-    "413": "the body is too long",
-    "422": "a field is wrong; the message names it",
-    "503": "the worker has too many connections; ask again",
 }
 
 
@@ -80,7 +73,7 @@ def example_user(bundle: Bundle) -> dict[str, Any]:
             # A bag may be empty, other lists have one length.
             width = columns[name].width if name in columns else 0
             neutral = [neutral] * (width or 0)
-        (value,) = features.get(name, [None])
+        value = features.get(name)
         if name != key:
             example[name] = neutral if value is None else value
     return example
@@ -105,46 +98,37 @@ def openapi(
     user = dict(bundle.query.columns.raw)
     if bundle.users is not None:
         user[bundle.users.key] = bundle.users.ids.kind.replace("str", "string")
-    parts["User"] = _rows(user)
-    parts["Item"] = _rows(bundle.candidate.columns.raw)
-    parts["Filter"] = _rows(dict.fromkeys([*bundle.items.attributes, NOT], "list<>"))
-    of_user, of_item, of_filter = (
-        {"$ref": template.format(name=name)} for name in ("User", "Item", "Filter")
-    )
+    of_user = _rows(user)
+    either = {"anyOf": [of_user, _rows(bundle.candidate.columns.raw)]}
     # What the bundle's columns and attributes say of a field, beside its type.
-    rows = {"type": "array", "items": {"anyOf": [of_user, of_item]}}
-    of_anybody = {"anyOf": [of_user, {"type": "null"}]}
-    fields = {"user": of_anybody, "filter": of_filter, "rows": rows}
-    refusals = {status: {"description": why} for status, why in _STATUSES.items()}
+    fields = {
+        "user": {"anyOf": [of_user, {"type": "null"}]},
+        "filter": _rows(dict.fromkeys([*bundle.items.attributes, NOT], "list<>")),
+        "rows": {"type": "array", "items": either},
+    }
     paths: dict[str, Any] = {}
     for path, (kind, answer, summary) in routes.items():
         properties = parts[kind.__name__]["properties"]
         properties.update({name: fields[name] for name in fields if name in properties})
-        body = {"schema": schemas[kind], "example": _example(bundle, kind)}
-        answers = {"application/json": {"schema": schemas[answer]}}
+        body, answers = (
+            {"application/json": {"schema": schemas[each]}} for each in (kind, answer)
+        )
         paths[path] = {
             "post": {
                 "summary": summary.partition(";")[0].partition("\n")[0].strip(),
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": body},
-                },
-                "responses": {
-                    "200": {"description": "the answer", "content": answers},
-                    **refusals,
-                },
+                "requestBody": {"required": True, "content": body},
+                "responses": {"200": {"description": "the answer", "content": answers}},
             }
         }
-    components = {"schemas": parts}
-    if settings.token is not None:
-        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        for path in routes:
-            paths[path]["post"]["security"] = [{"token": []}]
     return {
         "openapi": "3.1.0",
         "info": {"title": "torchrec_ext", "version": "2"},
         "paths": paths,
-        "components": components,
+        "components": {
+            "schemas": parts,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}] if settings.token is not None else [],
     }
 
 
@@ -158,11 +142,3 @@ def _rows(raw: Mapping[str, str]) -> dict[str, Any]:
             schema = {"type": "array", "items": schema}
         properties[name] = schema
     return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _example(bundle: Bundle, kind: type[Struct]) -> dict[str, Any]:
-    """Returns a body of a kind of request that the bundle answers."""
-    user = example_user(bundle)
-    items = bundle.items.ids.ids(range(min(2, len(bundle.items))))
-    values = {"user": user, "items": items, "item": items[0], "rows": [user], "k": 3}
-    return {name: values[name] for name in kind.__struct_fields__ if name in values}

@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-# Host names of a loopback address; of one in brackets Starlette before 1.0 read the first alone.
-LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]", "[")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOKEN = "TORCHREC_EXT_TOKEN"
 # The settings of a server, for its workers.
 _SETTINGS = "TORCHREC_EXT_SERVE"

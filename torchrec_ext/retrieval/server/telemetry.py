@@ -8,7 +8,6 @@ import sys
 import traceback
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -39,15 +38,13 @@ _SECONDS = (
     5.0,
 )
 
-SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of all workers' metrics; prometheus_client reads it when imported
-
 
 class Metrics:
-    """Metrics of this process; :meth:`page` sums over all workers if ``PROMETHEUS_MULTIPROC_DIR`` is set."""
+    """Metrics of this process, in the folder of all workers' that ``PROMETHEUS_MULTIPROC_DIR`` names."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        counter = partial(Counter, registry=self._registry)
+        # Each process writes its figures into files, which page() sums up.
+        counter = partial(Counter, registry=None)
         self.requests = counter(
             "serve_requests", "Requests by route and status", ["route", "status"]
         )
@@ -56,7 +53,7 @@ class Metrics:
             "From request to answer",
             ["route"],
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=None,
         )
         self.cold = counter("serve_cold_starts", "Answers to unknown users")
         self.vectors = counter(
@@ -72,13 +69,11 @@ class Metrics:
             "serve_bundle_created_seconds",
             "When the live bundle was exported, since 1970; the oldest of all workers",
             multiprocess_mode="livemin",
-            registry=self._registry,
+            registry=None,
         )
 
     def page(self) -> bytes:
         """Returns the metrics of all workers in Prometheus' text form."""
-        if SHARED not in os.environ:
-            return bytes(generate_latest(self._registry))
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)
         return bytes(generate_latest(registry))
@@ -99,10 +94,7 @@ def log(event: str, **values: object) -> None:
 
 
 def where(error: BaseException) -> dict[str, object]:
-    """Returns an error's type and the lines of its traceback, without its message."""
+    """Returns an error's type and its traceback, without its message."""
     # Not the message: it may contain a caller's ids or features.
-    frames = traceback.extract_tb(error.__traceback__)[-12:]
-    lines = [
-        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
-    ]
+    lines = traceback.format_tb(error.__traceback__)[-12:]
     return {"error": type(error).__name__, "at": lines}

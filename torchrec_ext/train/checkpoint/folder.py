@@ -115,6 +115,11 @@ class CheckpointFolder:
         self.address = re.sub(r"(?<![:/])/+$", "", folder)
         if not self.remote:
             self.address = str(Path(folder).absolute())
+        # A cache in front of a store need not hold what others have written.
+        if self.remote and "::" in folder:
+            raise CheckpointError(
+                f"checkpoint folder '{folder}': an address without '::' is needed; name the store itself"
+            )
         try:
             self.files = url_to_fs(self.address)[0]
         except Exception as error:

@@ -2,8 +2,7 @@
 // Everything from the server is put into the page as text, never as markup.
 const at = (id) => document.getElementById(id);
 const LIKED = 10;
-const SIMILAR = 10;
-const wanted = new URLSearchParams(location.hash.slice(1));  // #user=42&k=5&item=7, or #new; behind #, so that no log holds it
+const wanted = new URLSearchParams(location.hash.slice(1));  // #user=42&k=5, or #new; behind #, so that no log holds it
 let served = null;
 let isNew = false;
 let fields = {};  // of each feature of someone new: a function that returns its value
@@ -145,11 +144,9 @@ function showFeatures() {
   }));
 }
 
-function row(id, name, score, share, chance) {
+function row(name, score, share, chance) {
   const line = element("li");
-  const press = Object.assign(element("button", name, "name"), { type: "button", title: "Its nearest items" });
-  press.addEventListener("click", () => showNearest(id, name));
-  line.append(press);
+  line.append(element("span", name, "name"));
   if (score !== undefined) {
     const bar = element("span", "", "bar");
     bar.style.width = `${100 * share}%`;
@@ -163,19 +160,6 @@ function row(id, name, score, share, chance) {
   return line;
 }
 
-async function showNearest(id, name) {
-  try {
-    const found = await ask("/v1/nearest", { item: id, k: SIMILAR, titles: true });
-    const names = found.titles ?? found.items.map((item) => `Item ${item}`);
-    at("nearest-title").textContent = `Nearest to ${name}`;
-    at("nearest-card").hidden = false;
-    at("nearest").replaceChildren(...found.items.map((item, place) => row(item, names[place], found.scores[place], Math.max(0, found.scores[place]))));
-    at("nearest-card").focus();
-  } catch (error) {
-    say(error.message, true);
-  }
-}
-
 function showAnswer(found, ms) {
   at("answer").hidden = false;
   const [best, worst] = [Math.max(...found.scores), Math.min(...found.scores)];
@@ -184,15 +168,12 @@ function showAnswer(found, ms) {
   const share = (score) => chance(score) ?? (best > worst ? 0.15 + 0.85 * (score - worst) / (best - worst) : 1);
   const names = found.titles ?? found.items.map((id) => `Item ${id}`);
   at("items").classList.remove("waiting");
-  at("items").replaceChildren(...found.items.map((id, place) => row(id, names[place], found.scores[place], share(found.scores[place]), chance(found.scores[place]))));
+  at("items").replaceChildren(...found.items.map((_, place) => row(names[place], found.scores[place], share(found.scores[place]), chance(found.scores[place]))));
   at("items-empty").hidden = found.items.length > 0;
   const liked = found.liked ?? [];
   at("liked").classList.remove("waiting");
-  at("liked").replaceChildren(...liked.map((id, place) => row(id, found.liked_titles?.[place] ?? `Item ${id}`)));
+  at("liked").replaceChildren(...liked.map((id, place) => row(found.liked_titles?.[place] ?? `Item ${id}`)));
   at("liked-card").hidden = liked.length === 0;
-  const place = found.items.map(String).indexOf(wanted.get("item"));
-  if (place >= 0) showNearest(found.items[place], names[place]);
-  wanted.delete("item");
   at("latency").textContent = `${ms.toFixed(1)} ms`;
   at("latency").title = "from the browser's request to the whole answer";
   at("latency").hidden = false;
@@ -239,7 +220,6 @@ async function recommend() {
     at("answer").hidden = true;
     say(error.message, true);
   } finally {
-    at("nearest-card").hidden = true;
     at("items").removeAttribute("aria-busy");
     at("go").disabled = at("other").disabled = false;
   }
