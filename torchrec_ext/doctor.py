@@ -35,7 +35,7 @@ _PIP = f"{_PYTHON} -m pip"
 
 
 def repair(current: Installed, variant: Variant, triple: Triple) -> str:
-    """Returns the line that mends what is installed, and leaves what fits; empty if all of it does."""
+    """Returns the command for packages that do not fit; empty if all do."""
     needs = requirements(variant, triple)
     pins = {}
     for name in mismatches(current, variant, triple):

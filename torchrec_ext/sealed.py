@@ -38,7 +38,7 @@ def package_versions() -> dict[str, str]:
 
 
 def yield_to_others() -> None:
-    """Lowers the priority of this thread, which writes or reads a folder beside work that somebody waits for.
+    """Lowers the priority of this thread, which reads or writes a folder beside more urgent work.
 
     Only Linux has priorities by thread; elsewhere it does nothing.
 

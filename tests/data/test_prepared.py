@@ -100,7 +100,7 @@ def test_few_rows_are_read_once_and_shuffled_whole(
     assert len(read) == 1, (
         "the training rows, for the loader; what else is asked was counted once"
     )
-    monkeypatch.setattr(prepared, "WHOLE_VALUES", 100)
+    monkeypatch.setattr(prepared, "HELD_VALUES", 100)
     large = load_set(DataConfig(name=str(tmp_path)), "labels")
     assert large.stored("train") is large.splits["train"]
     assert large.share("train") == data.share("train")

@@ -81,7 +81,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def fault_of_module(module: nn.Module) -> str:
-    """Names what a module does in a step that a captured one would not; empty if there is nothing."""
+    """Names an effect of a module in a step that a capture would lose; empty if there is none."""
     kind = type(module).__name__
     if kind in _WRAPPERS:
         return f"is a {kind}: {_WRAPPERS[kind]}"
@@ -186,7 +186,7 @@ def update_rules(model: nn.Module, optimizers: Sequence[Optimizer]) -> Rules:
 
 
 def update_kind(optimizer: Optimizer) -> str:
-    """Returns the rule by which a captured step moves what an optimizer moves.
+    """Returns a captured step's rule for the parameters of an optimizer.
 
     Raises:
         CannotAdopt: the optimizer or a setting of it has no captured form.

@@ -35,7 +35,7 @@ from torchrec_ext.observe.user_lines import (
 
 LossFunction = Callable[..., Any]
 
-GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
+MOST_GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
 _NUMBERS = itertools.count()
 _WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
 
@@ -226,7 +226,7 @@ class StepGraph:
         return [node for node in self.module.graph.nodes if node.target is function]
 
     def _check(self, index: int, tensor: Any, model: nn.Module) -> None:
-        """Refuses an input that is no trained parameter and that a captured step cannot take."""
+        """Refuses an input of the graph, no trained parameter, for which a captured step has no place."""
         device = device_of(model)
         if not isinstance(tensor, Tensor):
             raise CannotAdopt(

@@ -123,7 +123,7 @@ def lag_of(
     weights: Mapping[str, nn.Parameter],
     state: Sequence[StateTensor],
 ) -> Lag:
-    """Returns the tables that a step updates row by row, with all that is updated as late as they."""
+    """Returns the tables updated row by row, with the other weights of the same lag."""
     tables = {name: weights[name] for name in memory.row_tables}
     table_ids = set(map(id, tables.values()))
     late = []

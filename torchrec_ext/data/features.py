@@ -114,7 +114,7 @@ def read_rows(
 
 
 def _typed(path: Path, name: str, role: str, column: pa.Array) -> pa.Array:
-    """Returns a column in the type of steps; refuses a type that the role cannot have, or that steps do not know."""
+    """Returns a column in the type of steps; refuses a type without steps, or one against its role."""
     row = not_utf8(column)
     if row >= 0:
         text = "a text of the list"

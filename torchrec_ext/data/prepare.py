@@ -497,7 +497,7 @@ def _last_of_each(splits: Sequence[Opened], key: str, values: Mapping[str, str])
 
 
 def _doubts(raw: RawSet, fitted: FittedPreprocessor) -> list[str]:
-    """Returns a line for each column whose type may not be what its values mean."""
+    """Returns a line for each column with a doubtful type, such as codes read as numbers."""
     lines = []
     low, high = _MILLISECONDS
     for name, values in raw.splits["train"].items():

@@ -50,7 +50,7 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
 # Kinds of labels and weights.
 _NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")
 # Values of a split that is held in memory: 512 MiB.
-WHOLE_VALUES = 2**26
+HELD_VALUES = 2**26
 # What a row of a list column counts for: nobody knows its length before it is read.
 _LIST_VALUES = 32
 
@@ -112,7 +112,7 @@ class Prepared:
             )
 
     def _check_pairs(self) -> None:
-        """Refuses rows that cannot be ranked, and roles that recipes of pairs do not read."""
+        """Refuses rows without an order, and roles unknown to recipes of pairs."""
         roles = self.roles
         for role, expected in (("user", "user_id"), ("item", "item_id")):
             name = getattr(roles, role)
@@ -188,7 +188,7 @@ class Prepared:
         return towers
 
     def describe_columns(self) -> list[str]:
-        """Returns lines that say what each column is: ids, a number, or left out and why."""
+        """Returns a line about each column: ids, a number, or left out and why."""
         lines = []
         ids = {}
         for name in self.features:
@@ -265,7 +265,7 @@ class Prepared:
         lists = sum(outputs[name].startswith("list") for name in names)
         values = len(names) + (_LIST_VALUES - 1) * lists
         # Negatives are drawn for rows in memory alone.
-        if self.form == "labels" and source.num_rows * values > WHOLE_VALUES:
+        if self.form == "labels" and source.num_rows * values > HELD_VALUES:
             return source
         key = (split, *names)
         if key not in self._held:

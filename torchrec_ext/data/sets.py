@@ -67,7 +67,7 @@ def load_set(config: DataConfig, form: Form = "pairs") -> Prepared:
 def open_set(
     raw: RawSet, config: DataConfig | None = None, form: Form = "pairs"
 ) -> Prepared:
-    """Prepares rows in a temporary folder, which lives as long as what is returned.
+    """Prepares rows in a temporary folder, removed together with the result.
 
     Args:
         raw: the rows.

@@ -280,7 +280,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A change that was run, and what it gains.
+    """A change with its measured gain.
 
     Args:
         name: what was changed.

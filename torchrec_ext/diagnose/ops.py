@@ -50,7 +50,7 @@ class OpsOfLine:
 
     @property
     def feeding(self) -> int:
-        """The ops that bring values to Python, and those of this line that are taken to feed them."""
+        """The ops that bring values to Python, with the ops of the same line before them."""
         return min(self.ops, (1 + _FEEDING) * self.syncs)
 
 

@@ -29,7 +29,7 @@ _BF16 = (
 
 
 def trials(facts: Facts) -> tuple[Trial, ...]:
-    """Returns a row for each change that was run; what was not run has none."""
+    """Returns a row for each change that was run, and none for the others."""
     made: list[Trial] = []
 
     def add(variant: str, name: str, changes: Change, **more: Any) -> None:

@@ -84,7 +84,7 @@ def _waits(facts: Facts) -> bool:
 
 
 def _at_lines(facts: Facts) -> list[str]:
-    """Returns the lines at which the loader, or a worker that the step waits for, is most of the time."""
+    """Returns the lines where the loader, or a worker the step waits for, is most of the time."""
     lines = [line for line in facts.lines if line.phase == "data"]
     sampled_s = facts.sampled_s
     if facts.loader.workers and _sleeps(facts):

@@ -164,7 +164,7 @@ def _diagnosed(
     budget_s: float,
     captured: Callable[[], AdoptedStep] | None,
 ) -> Diagnosis:
-    """Measures a step, and puts back what that changes.
+    """Measures a step, and restores the state from before it.
 
     Args:
         fn: step function.

@@ -350,7 +350,7 @@ class LocalSGD(EveryStep):
         return self
 
     def _claim(self) -> None:
-        """Refuses a model whose weights another LocalSGD averages, until that one is left."""
+        """Refuses a model inside the block of another LocalSGD."""
         weights = set(map(id, self._model.parameters()))
         if not _AVERAGED.isdisjoint(weights):
             raise ValueError(

@@ -95,7 +95,7 @@ class TowersOnRanks(nn.Module):
             self._summed = [summed]
 
     def forward(self, inputs: Mapping[str, Sequence[Any]], *rows: Tensor) -> Any:
-        """Returns what ``top`` returns, with the loss of all B rows, which is the same on every rank.
+        """Returns the outcome of ``top``, with the loss of all B rows, equal on every rank.
 
         Its backward on all ranks makes the gradients of this rank's towers and of ``top``. Anything behind the loss is
         of this rank's rows alone, see :meth:`slice_of`.

@@ -22,7 +22,7 @@ Form = Mapping[str, Any]
 
 
 def check_networks(networks: Sequence[nn.Module]) -> None:
-    """Refuses networks that are not of one form, or that have what no stack trains as the network alone.
+    """Refuses networks of different forms, or with parts that no stack trains like the network alone.
 
     Raises:
         ValueError: naming the first difference, or the module.

@@ -255,7 +255,7 @@ class Stack:
         values: Mapping[str, Tensor],
         written: Mapping[str, Tensor],
     ) -> None:
-        """Refuses a forward that writes what it leaves to the next step, because a stack would lose it.
+        """Refuses a forward that keeps state for the next step, because a stack would lose it.
 
         Args:
             before: form of the first network before its forward.
@@ -383,7 +383,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _without_values(module: nn.Module) -> nn.Module:
-    """Returns a copy whose weights and buffers have no values; those that are tied stay so."""
+    """Returns a copy with weights and buffers on the meta device; tied ones stay tied."""
     memo: dict[int, Any] = {}
     for weight in module.parameters():
         meta = weight.detach().to("meta")

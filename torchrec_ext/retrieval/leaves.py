@@ -305,7 +305,7 @@ def _reads_of(tower: Any) -> _Reads:
 
 
 def _inputs_of(reads: _Reads, candidate: bool, given: Given) -> Iterator[Leaf]:
-    """Yields the leaves of the columns that a tower reads, and of the lengths of lists that are not pooled."""
+    """Yields the leaves of a tower's columns, and of the lengths of lists without pooling."""
     for table, name in reads.features:
         column = Leaf(
             name=name, kind="column", column=name, candidate=candidate, dtype="int64"

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 NEITHER, QUERY, CANDIDATE, BOTH = range(4)
 TABLES = {QUERY: "queries", CANDIDATE: "catalogue.features"}
 # A number that no layer has by chance: a forward that fixes it is told so.
-EXAMPLE_ROWS = 61
+TRACED_ROWS = 61
 _LONGEST = 5
 _LIBRARIES = tuple(
     str(Path(str(module.__file__)).parent) for module in (torch, torchrec)
@@ -103,7 +103,7 @@ class Leaf:
 
     def example(self) -> Tensor:
         """Returns an input to trace with; no axis is 0 or 1, which torch.export would fix."""
-        shape = [EXAMPLE_ROWS, *(size or _LONGEST for size in self.shape)]
+        shape = [TRACED_ROWS, *(size or _LONGEST for size in self.shape)]
         if self.kind == "lengths":
             return torch.ones(shape, dtype=torch.int64)
         if self.dtype == "float32":
@@ -350,7 +350,7 @@ class Trace:
         self.graph.eliminate_dead_code()
 
     def _call(self, like: Node, target: Any, *arguments: Any, **options: Any) -> Node:
-        """Adds a node, whose value has the shape that torch gives it."""
+        """Adds a node; its value has the shape of torch's own."""
         node = self.graph.call_function(target, arguments, options)
         values = map_arg(arguments, lambda each: each.meta["val"])
         node.meta = {"val": target(*values, **options)}
@@ -417,9 +417,9 @@ def _trace(model: nn.Module, leaves: Sequence[Leaf]) -> ExportedProgram:
         raise
     except Exception as error:  # torch.export raises forward's errors, and errors of many classes of its own
         text = str(error)
-        if f"constant ({EXAMPLE_ROWS})" in text:
+        if f"constant ({TRACED_ROWS})" in text:
             raise BundleError(
-                f"model: forward of {name} fixes the number of rows to {EXAMPLE_ROWS}; read sizes as x.shape[0] "
+                f"model: forward of {name} fixes the number of rows to {TRACED_ROWS}; read sizes as x.shape[0] "
                 "instead of len(x), and -1 instead of a number where tensors are viewed or expanded"
             ) from None
         frames = "".join(traceback.format_tb(error.__traceback__))

@@ -72,7 +72,7 @@ class TaskQuestion:
 
     @property
     def repeats(self) -> int:
-        """Number of held-out items among those that their user has taken, which count as missed."""
+        """Number of held-out items that their user had taken before; they count as missed."""
         return int(self.question.repeats.sum())
 
     @property

@@ -173,7 +173,7 @@ def _compare_tensor(name: str, indices: Tensor, our: Any, their: Any) -> None:
 def _drawn_ids(
     rows: Rows, indices: Tensor, theirs: list[Any], known_places: Places
 ) -> Tensor:
-    """Returns the ids (B, n) that the loader's Dataset drew, read where a batch of ours holds its own.
+    """Returns the ids (B, n) drawn by the loader's Dataset, at the place of ours in a batch.
 
     Raises:
         CannotAdopt: a batch does not hold them as they were drawn, or one is none that can be drawn.

@@ -99,7 +99,7 @@ def as_arrow(column: Column) -> pa.Array:
 
 
 def not_utf8(array: pa.Array) -> int:
-    r"""Returns the first row whose text is no UTF-8, which Arrow does not look for; -1 if there is none.
+    r"""Returns the first row with text that is no UTF-8; -1 if there is none. Arrow itself does not look.
 
     Example:
         >>> not_utf8(pa.array(["a", "ü"])), not_utf8(pa.array([b"a", b"\xfc"]).view(pa.string()))

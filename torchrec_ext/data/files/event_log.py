@@ -186,7 +186,7 @@ class EventLog:
         )
 
     def _check_unchanged(self, name: str) -> None:
-        """Refuses a file that is there and has not the bytes that were read."""
+        """Refuses a file with other bytes than at its reading."""
         path = self.folder / name
         if name not in self._read:
             return

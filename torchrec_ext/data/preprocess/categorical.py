@@ -282,7 +282,7 @@ class HashBucket(ColumnStep):
 
 
 def _digests(column: Cells) -> tuple[Int64, list[str]]:
-    """Returns the values as places in a list of their digests, the last of which is that of null."""
+    """Returns the values as places in a list of their digests; null has the last place."""
     places, values = column.encoded()
     texts = (str(value).encode() for value in values)
     digests = [md5(text, usedforsecurity=False).hexdigest() for text in texts]

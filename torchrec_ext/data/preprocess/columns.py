@@ -34,7 +34,7 @@ IDS = frozenset({INT64, STRING})
 ID_LISTS = frozenset(map(pa.list_, IDS))
 NUMBERS = frozenset({INT64, FLOAT64})
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-TIMES = frozenset(pa.timestamp(unit, "UTC") for unit in PER_SECOND)
+TIME_TYPES = frozenset(pa.timestamp(unit, "UTC") for unit in PER_SECOND)
 # In this order: a float64 is a floating number too.
 _TYPE_TESTS = (
     ("bool", pa.types.is_boolean),
@@ -300,7 +300,7 @@ _TAKES = {
     "float64": _NUMBER_WORDS,
     "string": {"string"},
 }
-_TIME_TAKES = set(map(str, map(raw_type, TIMES)))
+_TIME_TAKES = set(map(str, map(raw_type, TIME_TYPES)))
 
 
 def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
@@ -438,7 +438,7 @@ def _arrow_cells(array: pa.Array, raw: str) -> Cells:
             raise TypeError(f"it is {array.type}") from None
         return cells._replace(offsets=offsets_of(lengths))
     dtype = arrow_type(raw)
-    is_time = dtype in TIMES
+    is_time = dtype in TIME_TYPES
     if is_time and (pa.types.is_string(array.type) or pa.types.is_date(array.type)):
         array = as_times(array)
     elif not _stands_for(array.type, raw):

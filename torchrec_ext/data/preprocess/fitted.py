@@ -36,7 +36,7 @@ from torchrec_ext.data.preprocess.categorical import (
 )
 from torchrec_ext.data.preprocess.columns import (
     INT64,
-    TIMES,
+    TIME_TYPES,
     CellError,
     Cells,
     Columns,
@@ -228,7 +228,7 @@ class FittedPreprocessor:
         for name in self.keep:
             dtype = arrow_type(self.raw[name])
             # Times become seconds.
-            is_whole = dtype in TIMES or pa.types.is_boolean(dtype)
+            is_whole = dtype in TIME_TYPES or pa.types.is_boolean(dtype)
             columns[name] = INT64 if is_whole else dtype
         return pa.schema(columns.items())
 
@@ -406,7 +406,7 @@ class FittedPreprocessor:
                 )
         with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
             main = {
-                "version": VERSION,
+                "version": STATE_VERSION,
                 "keep": list(self.keep),
                 "columns": dict(self.raw),
                 "steps": [
@@ -579,7 +579,7 @@ def requests_sql(
 
 
 # 1: zones as tables of numbers, steps for Ibis.
-VERSION = 3
+STATE_VERSION = 3
 STEPS: Mapping[str, type[Step]] = {
     step.__name__: step
     for step in (
@@ -600,9 +600,9 @@ DIGEST = "preprocessor.sha256"
 
 
 def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
-    if main.get("version") != VERSION:
+    if main.get("version") != STATE_VERSION:
         raise DataError(
-            f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {VERSION}; preprocess the "
+            f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {STATE_VERSION}; preprocess the "
             "log again"
         )
     pairs = [_load_step(folder, entry) for entry in main["steps"]]

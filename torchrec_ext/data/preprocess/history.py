@@ -14,7 +14,7 @@ from torchrec_ext.data.columns import Int64, offsets_of
 from torchrec_ext.data.preprocess.columns import (
     IDS,
     INT64,
-    TIMES,
+    TIME_TYPES,
     Cells,
     Columns,
     Mask,
@@ -117,7 +117,7 @@ class History(Step):
         need(types, self, self.user, IDS, "give the column of user ids")
         items = need(types, self, self.item, IDS, "give the column of item ids")
         remedy = "convert it to a timestamp, or to seconds since 1970"
-        need(types, self, self.time, TIMES | {INT64}, remedy)
+        need(types, self, self.time, TIME_TYPES | {INT64}, remedy)
         also = [
             need(types, self, name, IDS, "give a column of ids") for name in self.also
         ]
@@ -168,7 +168,7 @@ class History(Step):
         return results
 
     def sql(self, rows: str, events: str) -> str:
-        """Returns SQL that adds to ``rows`` what a request brings along, ``sent``, from ``events`` before each row.
+        """Returns SQL that joins to ``rows`` the ``events`` before each row, in the form of a request's, ``sent``.
 
         The list of an event's last ones, itself included, is that of every row after it and before the user's next
         event, so an ASOF join finds it. Only the last event of a time has one.

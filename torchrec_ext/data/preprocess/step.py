@@ -50,7 +50,7 @@ class Step(ABC):
         """
 
     def fit(self, query: Query, types: Types, where: str) -> StepState:
-        """Fits the step to the training rows, which ``where`` names in messages, and returns its state."""
+        """Fits the step to the training rows, called ``where`` in messages, and returns its state."""
         return {}
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import (
     INT64,
     PER_SECOND,
-    TIMES,
+    TIME_TYPES,
     Cells,
     Columns,
     Types,
@@ -70,7 +70,7 @@ class TimeFeatures(Step):
         remedy = (
             f"convert it: CAST({self.column} AS TIMESTAMPTZ), or to seconds since 1970"
         )
-        need(types, self, self.column, TIMES | {INT64}, remedy)
+        need(types, self, self.column, TIME_TYPES | {INT64}, remedy)
         return dict.fromkeys(self.writes, INT64)
 
     @property

@@ -29,7 +29,7 @@ _NUMBERS = ("lr", "weight_decay", "l2", "eps")
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """An exception for some tables or layers; what is not given is that of all others.
+    """An exception for some tables or layers; settings left out are those of all others.
 
     Args:
         kind: name of the optimizer.

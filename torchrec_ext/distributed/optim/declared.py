@@ -99,7 +99,7 @@ def shardings(
 def _without_kernel(
     table: BaseEmbeddingConfig, choice: Choice, device: str, can_be_whole: bool
 ) -> str:
-    """Explains that no kernel runs a table's optimizer, and what to set."""
+    """Explains that a table's optimizer has no kernel, with the setting to change."""
     prefix = f"optimizer.per_table.{table.name}."
     # The rates of Adam are too low for Adagrad.
     remedy = f"{prefix}kind=adagrad, {prefix}lr=0.05"

@@ -36,7 +36,7 @@ class TableChoice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """An exception for one table; what is not given is that of every table.
+    """An exception for one table; settings left out are those of every table.
 
     Args:
         sharding: sharding type.

@@ -164,7 +164,7 @@ def _described() -> _Rank:
 
 
 def _host() -> str:
-    """Returns what processes have in common that can open each other's files: kernel, process namespace, user."""
+    """Returns the common marks of processes with access to each other's files: kernel, process namespace, user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
 

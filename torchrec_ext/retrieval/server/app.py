@@ -122,7 +122,7 @@ class Served:
         log("ready", bundle=self.scorer.digest[:12])
 
     def _pointed(self) -> list[tuple[object, ...]]:
-        """Tells what is served from what is behind the pointers later."""
+        """Returns marks of the bundle and the store behind the pointers now."""
         folders = (self.settings.bundle, self.settings.vectors)
         return [fingerprint(folder) for folder in folders if folder is not None]
 

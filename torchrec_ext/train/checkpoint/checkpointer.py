@@ -219,7 +219,7 @@ class Checkpointer:
         return saved.manifest | {"content": content}
 
     def verified(self, path: str) -> Saved:
-        """Returns a checkpoint whose files fit their digests, which :meth:`last_good` may just have found. Collective.
+        """Returns a checkpoint after a check of its digests, unless :meth:`last_good` has just made it. Collective.
 
         Raises:
             CheckpointError: it is damaged.

@@ -232,7 +232,7 @@ def _is_due(number: int, every: int) -> bool:
 
 
 def _mark_again(folder: CheckpointFolder, best: Mapping[str, Any] | None) -> None:
-    """Moves the mark to the best evaluation of a run that goes on, which a later one may have had."""
+    """Moves the mark back to the best evaluation before the step where a run goes on."""
     step = best["best_step"] if best else None
     if folder.best() != step:
         folder.mark_best(step)
