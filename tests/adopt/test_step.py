@@ -795,7 +795,7 @@ def both_ways(
 def test_steps_whose_number_changes_in_each_stay_eager_and_its_line_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captures, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(captures, "MOST_STATES", 3)
     monkeypatch.setattr(policy, "WATCHED", 2)
 
     def loop(made: Case, step: AdoptedStep) -> list[float]:

@@ -32,7 +32,7 @@ from torchrec_ext.adopt.errors import (
     TensorChangedError,
 )
 from torchrec_ext.adopt.graph import (
-    MOST_GRAPHS,
+    MOST_STATES,
     OtherMemory,
     StepGraph,
     changed_between_calls,
@@ -137,9 +137,9 @@ class Captures:
         """Has Dynamo trace the step of a batch, with the memory that it needs."""
         self.settle()
         self._graph_count += 1
-        if self._graph_count > 2 * MOST_GRAPHS:
+        if self._graph_count > 2 * MOST_STATES:
             raise EndOfCaptureError(changed_between_calls())
-        if self._graph_count > MOST_GRAPHS:
+        if self._graph_count > MOST_STATES:
             # States with a graph may come again.
             raise CannotAdopt(changed_between_calls())
         check_model(self._user_step.model)

@@ -602,8 +602,8 @@ DIGEST = "preprocessor.sha256"
 def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
     if main.get("version") != STATE_VERSION:
         raise DataError(
-            f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {STATE_VERSION}; preprocess the "
-            "log again"
+            f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {STATE_VERSION}; preprocess "
+            "the log again"
         )
     pairs = [_load_step(folder, entry) for entry in main["steps"]]
     return FittedPreprocessor(pairs, dict(main["columns"]), main["keep"])
