@@ -252,9 +252,9 @@ def test_other_bundles_are_refused(
         ({"user": 1, "history": []}, "column 'age' is missing"),
         ({"user": 1, "history": [], "age": float("nan")}, "column 'age', row 0"),
         ({"user": 1, "history": [], "age": 1e39}, "column 'age': a value is beyond"),
-        ({"user": "a", "history": [], "age": 0}, "column 'user', row 0: value 'a'"),
+        ({"user": "a", "history": [], "age": 0}, "column 'user': ['a'] is not int64"),
         ({"user": None, "history": [], "age": 0}, "column 'user', row 0"),
-        ({"user": 1, "history": 3, "age": 0}, "column 'history', row 0"),
+        ({"user": 1, "history": 3, "age": 0}, "column 'history': [3] is not"),
     ],
 )
 def test_wrong_rows_name_the_column(row: Any, what: str, folder: Path) -> None:
