@@ -39,14 +39,9 @@ pytest.importorskip("duckdb", reason="needs the extra `data`")
             ["--config.min_cuont", "1"],
             "did you mean --config.min_count?",
         ),
-        (["--run_dir", "x"], "Unrecognized options: --run_dir, x"),
         (
             ["--recipe", "torchx_apps.recipes:two_tower"],
             "it returned a Job; here a recipe returns a PreprocessJob of torchx_apps",
-        ),
-        (
-            ["--recipe", "my_recipe.py:job"],
-            "--recipe my_recipe.py:job: there is no file my_recipe.py",
         ),
         (["--recipe", "taobao"], "recipe taobao needs a log: --config.path UserBeh"),
         (

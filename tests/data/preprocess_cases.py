@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.preprocess import (
@@ -88,30 +87,6 @@ EVERY_STEP = Preprocessor(
     ],
     keep=("label",),
 )
-
-_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
-_INT64 = st.integers(-(2**63), 2**63 - 1)
-_FLOAT = st.floats(-(2.0**40), 2.0**40, width=32) | st.sampled_from(
-    [float("nan"), float("inf"), float("-inf")]
-)
-ANY_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
-    "user": st.none() | st.integers(-2, 3) | _INT64,
-    "item": st.none() | st.sampled_from(["a", "b", "\u00fc"]) | _TEXT,
-    "ts": st.none() | st.integers(1_600_000_000, 1_600_000_005) | _INT64,
-    "when": st.none()
-    | st.datetimes(datetime.datetime(1971, 1, 1), datetime.datetime(2099, 1, 1)).map(
-        lambda t: t.replace(microsecond=7000)
-    ),
-    "price": st.none() | _FLOAT,
-    "age": st.none() | st.integers(-(2**31), 2**31 - 1),
-    "score": st.none() | st.floats(),
-    "city": st.none() | _TEXT,
-    "tags": st.none() | st.lists(st.none() | _TEXT, max_size=4),
-    "shops": st.none() | st.lists(st.none() | _INT64, max_size=4),
-    "genre": st.none() | st.text("ab|", max_size=6),
-    "prime": st.none() | st.booleans(),
-    "label": st.sampled_from([0.0, 1.0]),
-}
 
 Rows = Mapping[str, Sequence[Any]]
 

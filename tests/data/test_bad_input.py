@@ -235,11 +235,6 @@ CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
         {},
         r"line 1002: a quote .*3,003 lines, 2,502 rows",
     ),
-    "in the last lines": (
-        [csv(HEADER, (2999, '7,"c1,1'))],
-        {"broken": 9},
-        r"line 3001: a quote",
-    ),
     "a quote inside of a value": (
         [csv(HEADER, (50, '1,"c"1",0'))],
         {},
@@ -413,7 +408,7 @@ def test_a_time_in_a_csv_file_is_that_of_a_request(tmp_path: Path) -> None:
                 log = read_csv(con, path, {"at": "TIMESTAMP"})
             except DataError:
                 for rows in (1, 70):
-                    with pytest.raises(DataError, match="column 'at', row 0"):
+                    with pytest.raises(DataError, match="column 'at': "):
                         read_cells("at", [text] * rows, raw)
                 continue
             column = con.sql(f'SELECT "at" FROM {log}')

@@ -33,18 +33,11 @@ def test_take_and_slice_do_to_a_ragged_column_what_they_do_to_a_list(
     assert taken.values.tolist() == [
         value for index in indices for value in rows[index]
     ]
+    again = Column(taken.values, taken.offsets)
+    assert as_lists(concatenate([again, column])) == [*as_lists(taken), *rows]
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
     assert as_lists(column.slice(start, stop)) == rows[start:stop]
-
-
-@given(rows=ROWS)
-def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> None:
-    column = ragged(rows).take(np.arange(len(rows))[::-1].copy())
-    assert column.offsets is not None
-    again = Column(column.values, column.offsets)
-    assert as_lists(again) == rows[::-1]
-    assert as_lists(concatenate([again, ragged(rows)])) == rows[::-1] + rows
 
 
 def test_a_chunk_has_equally_many_rows_in_all_columns() -> None:

@@ -339,7 +339,7 @@ def test_errors_name_the_requests_own_column(
     last = requests(log)[-1]
     user = {name: last[name] for name in scorer.bundle.query.columns.raw}
     for change, what in (
-        ({"time": "yesterday"}, "column 'time', row 0"),
+        ({"time": "yesterday"}, "column 'time': "),
         ({"history_items": ["x"]}, "column 'history_items'"),
         ({"agee": 1}, "reads no such column"),
     ):

@@ -130,17 +130,6 @@ def test_folders_above_the_named_one_are_no_partitions(tmp_path: Path) -> None:
             ParquetSource(path)
 
 
-def test_rows_behind_links_are_read(tmp_path: Path) -> None:
-    write(tmp_path / "log" / "a.parquet", table_of(2))
-    write(tmp_path / "elsewhere" / "b" / "b.parquet", table_of(2, 2))
-    write(tmp_path / "c", table_of(2, 4))
-    (tmp_path / "log" / "linked").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "log" / "linked.parquet").symlink_to(tmp_path / "c")
-    expected = [0.0, 1.0, 4.0, 5.0, 2.0, 3.0]
-    assert sorted(rows(ParquetSource(tmp_path / "log"))) == sorted(expected)
-    assert sorted(rows(ParquetSource(f"{tmp_path}/log/**"))) == sorted(expected)
-
-
 def test_addresses_are_read_by_arrows_file_systems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

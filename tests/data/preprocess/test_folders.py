@@ -40,6 +40,7 @@ def replace(out: str) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.slow
 def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new_one(
     tmp_path: Path,
 ) -> None:

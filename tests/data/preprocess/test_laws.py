@@ -56,58 +56,33 @@ def test_requests_agree_with_files_on_many_rows_in_their_order(
     assert fitted.transform(files, tmp_path / "out", con=con) == 900
     whole = read_parquet(tmp_path / "out/part-00000.parquet")
     requests = with_events(rows, rows)
-    same(fitted.online(requests), whole)
+    fitted.save(tmp_path / "saved")
+    loaded = FittedPreprocessor.load(tmp_path / "saved")
+    names = ("vocab", "outputs", "dense", "steps", "vocabularies", "origins")
+    for name in names:
+        assert getattr(loaded, name) == getattr(fitted, name)
+    same(loaded.online(requests), whole)
     # A few values are read without Arrow.
     for start, stop in ((0, 1), (17, 50), (899, 900)):
         some = {name: list(values)[start:stop] for name, values in requests.items()}
         same(fitted.online(some), whole.slice(start, stop))
 
 
-def test_a_saved_preprocessor_is_the_same(con: Any, tmp_path: Path) -> None:
-    rows = random_rows(500, seed=2)
-    fitted = EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), con=con)
-    fitted.save(tmp_path / "saved")
-    loaded = type(fitted).load(tmp_path / "saved")
-    assert (loaded.vocab, loaded.outputs, loaded.dense, loaded.steps) == (
-        fitted.vocab,
-        fitted.outputs,
-        fitted.dense,
-        fitted.steps,
-    )
-    same(loaded.online(with_events(rows, rows)), fitted.online(with_events(rows, rows)))
-
-
-def test_fitting_sees_the_training_rows_alone(con: Any, tmp_path: Path) -> None:
-    train = write(random_rows(300, seed=5), tmp_path / "train.parquet")
-    alone = EVERY_STEP.fit(train, con=con)
-    alone.save(tmp_path / "alone")
-    # beside it, and in histories' events
-    write(random_rows(300, seed=6), tmp_path / "test.parquet")
-    again = EVERY_STEP.fit(train, con=con, events=[train, tmp_path / "test.parquet"])
-    again.transform(
-        tmp_path / "test.parquet",
-        tmp_path / "out",
-        con=con,
-        events=tmp_path / "*.parquet",
-    )
-    again.save(tmp_path / "again")
-    assert (tmp_path / "alone/preprocessor.json").read_bytes() == (
-        tmp_path / "again/preprocessor.json"
-    ).read_bytes()
-
-
-def test_fitted_twice_the_state_is_byte_for_byte_the_same(
+def test_the_state_is_that_of_the_training_rows_alone_byte_for_byte(
     con: Any, tmp_path: Path
 ) -> None:
     rows = random_rows(1000, seed=7)
-    EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), con=con).save(tmp_path / "one")
+    train = write(rows, tmp_path / "train.parquet")
+    EVERY_STEP.fit(train, con=con).save(tmp_path / "one")
+    # In another order, beside another split, which is in histories' events too.
     backwards = {name: values[::-1] for name, values in rows.items()}
-    EVERY_STEP.fit(
-        write(backwards, tmp_path / "b.parquet", row_group_size=100), con=con
-    ).save(tmp_path / "two")
-    assert (tmp_path / "one/preprocessor.json").read_bytes() == (
-        tmp_path / "two/preprocessor.json"
-    ).read_bytes()
+    again = write(backwards, tmp_path / "again.parquet", row_group_size=100)
+    test = write(random_rows(300, seed=6), tmp_path / "test.parquet")
+    fitted = EVERY_STEP.fit(again, con=con, events=[again, test])
+    fitted.transform(test, tmp_path / "out", con=con, events=[again, test])
+    fitted.save(tmp_path / "two")
+    one, two = (tmp_path / name / "preprocessor.json" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:

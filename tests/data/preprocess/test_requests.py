@@ -73,10 +73,10 @@ def test_known_unknown_and_null_ids() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"city": ["a", 7]}, r"column 'city', row 1: value 7 is not string"),
+        ({"city": ["a", 7]}, r"column 'city': \['a', 7\] is not string"),
         (
             {"city": ["a", "\ud800"]},
-            r"column 'city', row 1: value '\\ud800' is not string \(.*surrogates not allowed",
+            r"column 'city': .*'\\ud800'\] is not string \(.*surrogates not allowed",
         ),
         (
             {"city": "Oslo"},
@@ -104,36 +104,36 @@ def test_requests_that_are_refused(rows: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
-        ("int64", 1.5, r"value 1.5 is not int64 \(Float value 1.500000 was truncated"),
-        ("int64", True, r"value True is not int64 \(it is bool\)"),
-        ("int64", "7", r"value '7' is not int64 \(it is string\)"),
-        ("int64", float("nan"), r"value nan is not int64"),
-        ("float64", "0.5", r"value '0.5' is not float64 \(it is string\)"),
-        ("string", 7, r"value 7 is not string \(it is int64\)"),
-        ("string", b"a", r"value b'a' is not string \(it is binary\)"),
-        ("list<int64>", 7, r"value 7 is not list<int64> \(it is int64\)"),
-        ("list<int64>", [7, 0.5], r"value \[7, 0.5\] is not list<int64>"),
+        ("int64", 1.5, r"1.5\] is not int64 \(Float value 1.500000 was truncated"),
+        ("int64", True, r"True\] is not int64 \(it is bool\)"),
+        ("int64", "7", r"'7'\] is not int64 \(it is string\)"),
+        ("int64", float("nan"), r"nan\] is not int64"),
+        ("float64", "0.5", r"'0.5'\] is not float64 \(it is string\)"),
+        ("string", 7, r"7\] is not string \(it is int64\)"),
+        ("string", b"a", r"b'a'\] is not string \(it is binary\)"),
+        ("list<int64>", 7, r"7\] is not list<int64> \(it is int64\)"),
+        ("list<int64>", [7, 0.5], r"\[7, 0.5\]\] is not list<int64>"),
         (
             "list<string>",
             [7],
-            r"value \[7\] is not list<string> \(it is list<item: int64>\)",
+            r"\[7\]\] is not list<string> \(it is list<item: int64>\)",
         ),
         (
             "timestamp[us]",
             "01/02/2024",
-            r"value '01/02/2024' is not timestamp\[us\] \(must be a date in ISO 8601, such",
+            r"'01/02/2024'\] is not timestamp\[us\] \(must be a date in ISO 8601, such",
         ),
         (
             "timestamp[us]",
             "2024-02-30",
-            r"value '2024-02-30' is not timestamp\[us\] \(must be a date in ISO 8601, such",
+            r"'2024-02-30'\] is not timestamp\[us\] \(must be a date in ISO 8601, such",
         ),
         # Of which unit nobody knows.
-        ("timestamp[us]", 7, r"value 7 is not timestamp\[us\] \(it is int64\)"),
+        ("timestamp[us]", 7, r"7\] is not timestamp\[us\] \(it is int64\)"),
     ],
 )
 def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
-    with pytest.raises(DataError, match=rf"column 'x', row 1: {message}"):
+    with pytest.raises(DataError, match=rf"column 'x': \[None, {message}"):
         read_cells("x", [None, value], kind)
 
 
@@ -174,8 +174,8 @@ def test_plain_values_are_read_as_arrow_reads_them(
     def read(data: Any) -> Any:
         try:
             cells = read_cells("x", data, kind)
-        except DataError as error:
-            return str(error)
+        except DataError:
+            return "refused"
         # Times are compared in their unit.
         dtype = arrow_type(re.sub(r"timestamp.*\]", "int64", kind))
         return cells.unit, cells.array(working_type(dtype)).to_pylist()

@@ -11,18 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import (
     ALL_TIMES,
-    ANY_VALUES,
-    EVERY_STEP,
-    same,
-    with_events,
-    write,
 )
 from tests.files import read_parquet
 from torchrec_ext.data.columns import Chunk
@@ -42,43 +35,11 @@ from torchrec_ext.data.preprocess import (
 )
 from torchrec_ext.data.preprocess.rows import connected
 
-KNOWN = {"age": 30, "price": 1.5, "score": 0.5}  # fitting needs one number at least
-
 
 @pytest.fixture(scope="module")
 def con() -> Iterator[Any]:
     with connected(threads=1) as opened:
         yield opened
-
-
-def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {column: [row[column] for row in rows] for column in ANY_VALUES}
-
-
-ROWS = st.lists(st.fixed_dictionaries(ANY_VALUES), min_size=1, max_size=20)
-
-
-@given(train=ROWS, other=ROWS)
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-def test_a_request_has_the_values_of_the_file(
-    con: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-    train: list[dict[str, Any]],
-    other: list[dict[str, Any]],
-) -> None:
-    folder = tmp_path_factory.mktemp("rows")
-    rows = columns_of(other)
-    fitted = EVERY_STEP.fit(
-        write(columns_of([{**train[0], **KNOWN}, *train[1:]]), folder / "train"),
-        con=con,
-    )
-    fitted.transform(write(rows, folder / "other"), folder / "out", con=con)
-    made = fitted.online(with_events(rows, rows))
-    same(made, read_parquet(folder / "out/part-00000.parquet"))
 
 
 NAN, INF = float("nan"), float("inf")

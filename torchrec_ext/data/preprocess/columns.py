@@ -312,7 +312,7 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
         raw: raw type that the column had in fitting.
 
     Raises:
-        DataError: a value has another type; the message names its row.
+        DataError: a value has another type.
     """
     if isinstance(data, list) and (cells := _plain_cells(data, raw)):
         return cells
@@ -323,8 +323,12 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     try:
         array = data if isinstance(data, pa.Array) else pa.array(data)
         return _arrow_cells(array, raw)
-    except _REFUSALS:
-        raise _type_error(name, data, raw) from None
+    except _REFUSALS as error:
+        why = str(error).splitlines()[0][:90]
+        given = data.type if isinstance(data, pa.Array) else short_text(data)[:40]
+        raise DataError(
+            f"column '{name}': {given} is not {raw} ({why}); send values of that type"
+        ) from None
 
 
 # Python's type of a raw type's values.
@@ -536,30 +540,6 @@ def _stands_for(dtype: pa.DataType, raw: str) -> bool:
     # Nulls alone are of any type.
     takes = _TAKES.get(raw, _TIME_TAKES)
     return pa.types.is_null(dtype) or raw_type(dtype) in takes
-
-
-def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:
-    # Values that Arrow takes one by one can still be refused together.
-    row = 0
-    why = "types are mixed"
-    for index, value in enumerate(data):
-        complaint = _complaint(value, raw)
-        if complaint:
-            row = index
-            why = complaint
-            break
-    rule = (
-        f"value {short_text(data[row])} is not {raw} ({why}); send values of that type"
-    )
-    return CellError(name, row, rule)
-
-
-def _complaint(value: Any, raw: str) -> str:
-    try:
-        _arrow_cells(pa.array([value]), raw)
-    except _REFUSALS as error:
-        return str(error).splitlines()[0]
-    return ""
 
 
 def short_text(value: Any) -> str:
