@@ -66,23 +66,18 @@ class RowPooling(nn.Module):
             return bags
         values = bags.values()
         lengths = bags.lengths().long()
-        pooled = values.new_zeros(len(lengths), values.shape[1]).index_add(
-            0, _rows(bags), values
+        # With output_size torch need not wait for the device to learn how many values
+        # there are.
+        rows = torch.repeat_interleave(
+            torch.arange(len(lengths), device=lengths.device),
+            lengths,
+            output_size=len(values),
         )
+        pooled = values.new_zeros(len(lengths), values.shape[1])
+        pooled = pooled.index_add(0, rows, values)
         if pooling == PoolingType.MEAN:
             pooled = pooled / lengths.clamp(min=1)[:, None]
         return pooled  # type: ignore[no-any-return]
-
-
-def _rows(bags: JaggedTensor) -> Tensor:
-    """Returns the row of each value, (sum of lengths,)."""
-    lengths = bags.lengths().long()
-    # With output_size torch need not wait for the device to learn how many values there
-    # are.
-    size = len(bags.values())
-    return torch.repeat_interleave(
-        torch.arange(len(lengths), device=lengths.device), lengths, output_size=size
-    )
 
 
 # Embeddings of tables by ``feature@table``: pooled bags (B, width), or bags of rows (sum of

@@ -313,7 +313,10 @@ class ChunkLoader:
             self._rows = sessions_of(chunk, schema, fitting_config, sessions, share)
         self.config = config
         self.num_samples = self._rows.num_rows
-        on_gpu = torch.cuda.is_available() and not _is_cpu_rank()
+        # A rank on the CPU, perhaps of a host with GPUs, pins nothing: that would cost a
+        # context of CUDA.
+        on_cpu = dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO
+        on_gpu = torch.cuda.is_available() and not on_cpu
         # Rows on a device: there is nothing for a thread to hide, and no copy to pin
         # memory for. On a CPU the thread and the step wait for each other at Python's
         # lock, which costs most models more than it hides.
@@ -462,11 +465,6 @@ class ChunkLoader:
             if isinstance(self._chunk, Chunk)
             else self._chunk.digest()
         )
-
-
-def _is_cpu_rank() -> bool:
-    """Whether this rank trains on the CPU, perhaps of a host with GPUs: pinned memory would cost a context of CUDA."""
-    return dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO
 
 
 def training_loader(
