@@ -188,16 +188,16 @@ WORKERS = dataclasses.replace(
 )
 # What workers do, measured in this process, with the verdict and a part of its title.
 OF_WORKERS = {
-    "compute by row": (WORKERS, "loader_rows", "row by row in Python, by 2 worker(s)"),
+    "compute by row": (WORKERS, "loader_rows", "row by row in Python"),
     "collate": (
         dataclasses.replace(WORKERS, row_s=1e-6, collate_s=11e-3),
         "loader_rows",
-        "collate_fn computes in 2 worker(s)",
+        "collate_fn computes, and",
     ),
     "compute": (
         dataclasses.replace(WORKERS, row_calls=0),
         "loader_rows",
-        "the loader computes in 2 worker(s)",
+        "the loader computes, and",
     ),
     "wait": (
         dataclasses.replace(WORKERS, worker_sleep_s=11e-3),

@@ -108,31 +108,27 @@ def loader_rows(facts: Facts) -> Finding | None:
     made_s = data
     # If workers are there and this thread computes, it takes batches that they made.
     row_calls = 0 if loader.workers and not in_workers else loader.row_calls
-    place = "the training thread"
     evidence = [
         f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
     ]
     if in_workers:
         made_s = loader.worker_s
-        place = f"{loader.workers} worker(s)"
         evidence = [
-            f"a step takes {in_ms(facts.median('step'))}, and waits {in_ms(data)} for {place}: one of them takes "
-            f"{in_ms(made_s)} for a batch, on average, and computes {in_ms(made_s - loader.worker_sleep_s)} of it"
+            f"a step takes {in_ms(facts.median('step'))}, and waits {in_ms(data)} for {loader.workers} worker(s): one "
+            f"takes {in_ms(made_s)} for a batch, on average, and computes {in_ms(made_s - loader.worker_sleep_s)} of it"
         ]
     rows = row_calls * loader.row_s
-    title = f"the loader computes in {place}, and the step waits for it"
+    title = "the loader computes, and the step waits for it"
     advice = "make the epoch's batches ahead of the steps, by whole-array operations"
     # Rows and collating are compared with each other: both were timed in one moment.
     if row_calls and loader.collate_s > max(rows, 0.25 * made_s):
-        title = f"collate_fn computes in {place}, and the step waits for it"
+        title = "collate_fn computes, and the step waits for it"
         advice = "do once, before training, what collate_fn does with each batch"
         evidence.append(
             f"collate_fn takes {in_ms(loader.collate_s)}, reading {row_calls} rows {in_ms(rows)}"
         )
     elif row_calls and rows + loader.collate_s >= 0.5 * made_s:
         title = "the Dataset is read row by row in Python"
-        if in_workers:
-            title += f", by {place}"
         evidence.append(
             f"{loader.dataset}.__getitem__ is called {row_calls} times a batch, {loader.row_s * 1e6:.0f} us each"
         )
