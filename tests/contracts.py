@@ -99,7 +99,6 @@ def _rank(
     try:
         runtime = Runtime(
             rank=rank,
-            local_rank=rank,
             world_size=world_size,
             local_world_size=world_size,
         )

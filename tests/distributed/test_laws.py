@@ -60,9 +60,7 @@ def all_sharded(
         os.environ.update(
             LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(runtime.rank % local)
         )
-        runtime = dataclasses.replace(
-            runtime, local_world_size=local, local_rank=runtime.rank % local
-        )
+        runtime = dataclasses.replace(runtime, local_world_size=local)
     found = on_ranks(runtime, {case: of(*case) for case in cases})
     kinds = sorted({sharding for _, sharding in cases})
     return found, {sharding: filled(runtime, sharding) for sharding in kinds}

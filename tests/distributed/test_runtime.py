@@ -75,7 +75,6 @@ def test_a_plan_has_the_shards_of_a_rank_on_its_device() -> None:
     )
     runtime = Runtime(
         rank=1,
-        local_rank=1,
         world_size=2,
         local_world_size=2,
         device=torch.device("cuda", 3),

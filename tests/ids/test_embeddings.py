@@ -45,6 +45,13 @@ def begin(path: str, ids: Tensor) -> Tensor:
     ).float() / 2**26
 
 
+class Known(DynamicEmbeddings):
+    """Rows begin with values that depend on the id alone."""
+
+    def _drawn(self, path: str, ids: Tensor) -> Tensor:
+        return begin(path, ids)
+
+
 def batches(drift: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Users, histories of which a part is padding, candidates and labels."""
     generator = torch.Generator().manual_seed(1)
@@ -79,7 +86,7 @@ def dynamic(
     model = Model(rows)
     optimizer = OPTIMIZERS[kind](model.parameters())
     policies = {name: Dynamic(capacity=rows) for name in ("user", "item")}
-    ids = DynamicEmbeddings(model, optimizer, policies, begin=begin)
+    ids = Known(model, optimizer, policies)
     return (
         model,
         optimizer,
@@ -128,7 +135,7 @@ def test_eval_reads_and_changes_nothing_and_a_saved_run_goes_on() -> None:
     other = Model(FEW)
     other_optimizer = OPTIMIZERS["adam"](other.parameters())
     policies = {name: Dynamic(capacity=FEW) for name in ("user", "item")}
-    resumed = DynamicEmbeddings(other, other_optimizer, policies, begin=begin)
+    resumed = Known(other, other_optimizer, policies)
     other.load_state_dict(model.state_dict())
     other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     resumed.load_state_dict(before)
@@ -276,18 +283,19 @@ FIRST_VALUES: dict[str, Any] = {
 
 @pytest.mark.unit
 @pytest.mark.parametrize("kind", FIRST_VALUES)
-def test_state_of_a_new_id_begins_as_the_optimizer_begins_it(kind: str) -> None:
+def test_state_of_a_new_id_begins_as_the_optimizer_begins_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of an id that takes over a row; the state of a static table without steps on the row is the expectation."""
     model, static = nn.Sequential(nn.Embedding(4, 3)), nn.Embedding(9, 3)
     optimizer = FIRST_VALUES[kind](model.parameters())
     static_optimizer = FIRST_VALUES[kind](static.parameters())
     nn.init.constant_(static.weight, 0.1)
-    ids = DynamicEmbeddings(
-        model,
-        optimizer,
-        {"0": Dynamic(capacity=4, evict="lru")},
-        begin=lambda _, new: torch.full((len(new), 3), 0.1),
+    monkeypatch.setattr(
+        DynamicEmbeddings, "_drawn", lambda _, __, new: torch.full((len(new), 3), 0.1)
     )
+    policies = {"0": Dynamic(capacity=4, evict="lru")}
+    ids = DynamicEmbeddings(model, optimizer, policies)
     for items in ([1, 2, 3], [1, 2, 3], [2, 3, 4], [4, 5, 3], [4, 5], [4, 5, 6]):
         batch = torch.tensor(items)
         for table, each in ((model, optimizer), (static, static_optimizer)):

@@ -41,27 +41,23 @@ class Runtime:
 
     Args:
         rank: number of this process in the job, 0 <= rank < world_size.
-        local_rank: number of this process on its host.
         world_size: R, the number of processes of the job.
         local_world_size: number of processes on this host.
         device: device of tables and dense layers.
         backend: ``gloo`` or ``nccl``.
         threads: compute threads of this process.
         cores: processor cores of this host, shared by all its processes.
-        timeout_s: seconds after which a collective that another rank does not join fails.
         shares_memory: whether the ranks' collectives go through memory that they share.
         obstacle: why they do not, although they were to where possible; empty if they do, or were not to.
     """
 
     rank: int = 0
-    local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "gloo"
     threads: int = 1
     cores: int = 1
-    timeout_s: float = DEFAULT_TIMEOUT_S
     shares_memory: bool = False
     obstacle: str = ""
 
@@ -105,23 +101,17 @@ class Runtime:
             ValueError: ``device`` does not exist, ``threads`` is not positive, or the ranks cannot share memory.
         """
         check_choice("collectives", collectives, get_args(Collectives))
-        runtime = dataclasses.replace(_describe(device, threads), timeout_s=timeout_s)
+        runtime = _describe(device, threads)
         torch.set_num_threads(runtime.threads)
         if runtime.device.type == "cuda":
             torch.cuda.set_device(runtime.device)
-        if "RANK" in os.environ:
-            dist.init_process_group(
-                runtime.backend, timeout=timedelta(seconds=timeout_s)
-            )
-        else:
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ:
             # A store in memory: one process needs no port.
-            dist.init_process_group(
-                runtime.backend,
-                store=dist.HashStore(),
-                rank=0,
-                world_size=1,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(
+            runtime.backend, timeout=timedelta(seconds=timeout_s), **alone
+        )
         try:
             yield _sharing(runtime, collectives)
             devices = None
@@ -205,7 +195,6 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
         threads = min(threads, torch.get_num_threads())
     return Runtime(
         rank=int(os.environ.get("RANK", "0")),
-        local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_world_size,
         device=own_device,

@@ -112,6 +112,14 @@ class DynamicIds:
         """Number of ids with a row, by table."""
         return {table.name: table.live for table in self._tables}
 
+    def figures(self) -> dict[str, float]:
+        """Returns the figures of a record: ``ids_live`` and the counts, and the share of look-ups that read row 0."""
+        figures: dict[str, float] = {"ids_live": sum(self.live.values())}
+        for name in ("admitted", "evicted", "refused"):
+            figures[f"ids_{name}"] = self.counts[name]
+        figures["ids_unknown"] = self.counts["unknown"] / max(1, self.counts["lookups"])
+        return figures
+
     def live_ids(self, table: str) -> tuple[Tensor, Tensor]:
         """Returns the ids of a table that have a row, and their rows, ascending; (n,) int64 each."""
         pool = self._table(table)

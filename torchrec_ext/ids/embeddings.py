@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,8 +33,6 @@ class DynamicEmbeddings:
         tables: settings by path of an ``nn.Embedding`` or ``nn.EmbeddingBag`` in the model; ``capacity`` is its number
             of rows.
         every: steps between two admissions, see :class:`DynamicIds`.
-        begin: function from (path, ids (n,)) to the first values (n, D) of fresh rows, alike on every rank. By default
-            normal, with the mean and the deviation that the weights have now.
 
     Attributes:
         ids: the ids of the tables.
@@ -61,13 +59,11 @@ class DynamicEmbeddings:
         tables: Mapping[str, Dynamic],
         *,
         every: int = 1,
-        begin: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         self._optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self._modules: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
         for path, policy in tables.items():
             self._modules[path] = _embedding(model, path, policy, self._optimizers)
-        self._begin = begin or self._drawn
         self._moments = {
             path: (module.weight.detach().mean(), module.weight.detach().std())
             for path, module in self._modules.items()
@@ -145,7 +141,7 @@ class DynamicEmbeddings:
         # all of them first.
         with torch._C.DisableTorchFunctionSubclass():
             rows = note.rows.to(weight.device)
-            values = self._begin(note.table, note.ids).to(weight)
+            values = self._drawn(note.table, note.ids).to(weight)
             states = []
             for optimizer in self._optimizers:
                 for name, value in optimizer.state.get(weight, {}).items():
@@ -163,6 +159,7 @@ class DynamicEmbeddings:
             self._versions[note.table] = _version(weight)
 
     def _drawn(self, path: str, ids: Tensor) -> Tensor:
+        """Draws first values, normal with the mean and the deviation that the weights had, alike on every rank."""
         mean, deviation = self._moments[path]
         # A generator of its own, so that dropout does not depend on which ids are new.
         generator = torch.Generator().manual_seed(int(mixed(ids).sum()) & (2**63 - 1))

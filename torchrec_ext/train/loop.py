@@ -142,7 +142,6 @@ def train(
     checkpoints: RunCheckpoints | None = None,
     stop: Callable[[], bool] | None = None,
     watchdog: Watchdog | None = None,
-    fresh_rows: FreshRows | None = None,
     observer: StepObserver | None = None,
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
@@ -163,7 +162,6 @@ def train(
         checkpoints: saves the run, and restores its position; the loader must then be able to resume.
         watchdog: watchdog, told of each step.
         stop: called on every rank after each step; if it returns True on one rank, the run is saved and ends on all.
-        fresh_rows: begins rows anew if the loader's ids are dynamic; by default as the tables' ``init_fn`` draws them.
         observer: sees the output of each step, and adds figures to the records of kind ``train``.
 
     Returns:
@@ -215,7 +213,6 @@ def train(
             checkpoints=checkpoints,
             observer=observer,
             watchdog=watchdog,
-            fresh_rows=fresh_rows,
             log=log,
             stop=stop,
         )
@@ -271,7 +268,6 @@ class TrainingRun:
         checkpoints: RunCheckpoints | None,
         observer: StepObserver | None,
         watchdog: Watchdog | None,
-        fresh_rows: FreshRows | None,
         log: Callable[[Record], None] | None,
         stop: Callable[[], bool] | None,
     ) -> None:
@@ -285,7 +281,7 @@ class TrainingRun:
         self.checkpoints = checkpoints
         self.observer: Any = observer
         self.watchdog = watchdog
-        self.fresh_rows = fresh_rows
+        self._fresh_rows: FreshRows | None = None
         total = config.epochs * len(loader)
         self.schedule = None
         if config.schedule.changes:
@@ -373,9 +369,9 @@ class TrainingRun:
                 f"train.early_stop.metric={stop.metric} with dynamic ids: other ids have the best epoch's rows by the "
                 "last step; set train.early_stop.restore=false"
             )
-        if self.fresh_rows is None:
-            self.fresh_rows = FreshRows(self.model, self.optimizer)
-        self.fresh_rows(notes)
+        if self._fresh_rows is None:
+            self._fresh_rows = FreshRows(self.model, self.optimizer)
+        self._fresh_rows(notes)
 
     def _after_step(self, output: Any) -> None:
         self.at.step += 1

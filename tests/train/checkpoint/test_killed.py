@@ -88,7 +88,6 @@ def rank(
     dist.init_process_group("gloo", store=store, rank=number, world_size=world_size)
     runtime = Runtime(
         rank=number,
-        local_rank=number,
         world_size=world_size,
         local_world_size=world_size,
     )
@@ -257,7 +256,7 @@ def waiting(number: int, folder: Path, sender: Any) -> None:
     """Rank 2 dies in a save; rank 1 waits for the save, and rank 0 for rank 1, as in a step."""
     store = dist.FileStore(str(folder / "store"), 3)
     dist.init_process_group("gloo", store=store, rank=number, world_size=3)
-    runtime = Runtime(rank=number, local_rank=number, world_size=3, local_world_size=3)
+    runtime = Runtime(rank=number, world_size=3, local_world_size=3)
     checkpointer = Checkpointer(str(folder / "checkpoints"), runtime)
     model, _ = hybrid_parallel(small_model(device=META), runtime)
     state = model_state(model)

@@ -156,16 +156,15 @@ class DynamicIdLoader:
         return replaced
 
     def figures(self) -> dict[str, float]:
-        """Returns ``ids_live``, and the counts of ids ``admitted``, ``evicted`` and ``refused``; collective.
+        """Returns :meth:`DynamicIds.figures` as floats; collective.
 
         ``ids_unknown`` is the share of the look-ups of all ranks since the last call that read row 0.
         """
         lookups, unknown = self._recent()
         self._reported = self._counts()
-        figures = {"ids_live": float(sum(self.ids.live.values()))}
-        for name in ("admitted", "evicted", "refused"):
-            figures[f"ids_{name}"] = float(self.ids.counts[name])
-        return {**figures, "ids_unknown": unknown / max(1, lookups)}
+        figures = {name: float(value) for name, value in self.ids.figures().items()}
+        figures["ids_unknown"] = unknown / max(1, lookups)
+        return figures
 
     def _counts(self) -> Tensor:
         counts = self.ids.counts

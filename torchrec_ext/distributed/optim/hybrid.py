@@ -32,7 +32,7 @@ class HybridOptimizer(CombinedOptimizer):
             rates to the kernels.
         tables: named optimizers of the tables that every rank holds whole.
         dense: named optimizers of the dense layers.
-        one_backward: refuses a second backward before a step; None if no table is sharded.
+        one_backward: refuses a second backward of sharded tables before a step.
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
         table_choices: optimizer of each table, by name, for a captured step, which follows the same rules.
         layer_choices: optimizer of each dense parameter, by name, for a captured step.
@@ -52,16 +52,16 @@ class HybridOptimizer(CombinedOptimizer):
         tables: list[tuple[str, KeyedOptimizer]],
         dense: list[tuple[str, KeyedOptimizer]],
         *,
-        one_backward: OneBackward | None = None,
-        clip_norm: float = 0.0,
-        table_choices: Mapping[str, Choice] | None = None,
-        layer_choices: Mapping[str, Choice] | None = None,
+        one_backward: OneBackward,
+        clip_norm: float,
+        table_choices: Mapping[str, Choice],
+        layer_choices: Mapping[str, Choice],
     ) -> None:
         super().__init__([fused, *tables, *dense])
         self._one_backward = one_backward
         self.clip_norm = clip_norm
-        self.table_choices = table_choices or {}
-        self.layer_choices = layer_choices or {}
+        self.table_choices = table_choices
+        self.layer_choices = layer_choices
         self.replicated_tables: list[Any] = _joined(
             keyed.params.values() for _, keyed in tables
         )
@@ -82,8 +82,7 @@ class HybridOptimizer(CombinedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Updates replicated tables and dense layers; the kernels of sharded tables get their learning rates."""
-        if self._one_backward is not None:
-            self._one_backward.begin()
+        self._one_backward.begin()
         if self.clip_norm:
             clip_grad_norm_(self._unfused, self.clip_norm)
         super().step(closure)
@@ -92,8 +91,7 @@ class HybridOptimizer(CombinedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients; sharded tables keep what the backward made of theirs."""
-        if self._one_backward is not None:
-            self._one_backward.begin()
+        self._one_backward.begin()
         super().zero_grad(set_to_none)
 
 

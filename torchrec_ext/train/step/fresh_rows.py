@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import (
@@ -25,9 +23,6 @@ from torchrec_ext.train.checkpoint.state import (
     table_in_name,
 )
 
-# (table, ids (n,)) -> (n, D) values, alike on every rank
-Begin = Callable[[str, Tensor], Tensor]
-
 
 class FreshRows:
     """Writes a batch's notes about fresh rows into a model, just before the batch is looked up.
@@ -38,7 +33,6 @@ class FreshRows:
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded.
         optimizer: the model's optimizer, whose state of fresh rows becomes 0.
-        begin: first values of fresh rows; by default drawn by the table's ``init_fn``, from the ids.
 
     Raises:
         ValueError: a table is in a kernel that keeps copies of its rows in a cache, which a write would miss.
@@ -50,17 +44,10 @@ class FreshRows:
             ...
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: KeyedOptimizer | None,
-        *,
-        begin: Begin | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer | None) -> None:
         _check_kernels(model)
         self._model = model
         self._optimizer = optimizer
-        self._begin = begin or self._drawn
         self._configs = {config.name: config for config in tables_of(model)}
         self._weights: dict[str, list[LocalShard]] | None = None
         self._states: dict[str, list[LocalShard]] = {}
@@ -79,7 +66,7 @@ class FreshRows:
                 )
             if not len(note.rows):
                 continue
-            values = self._begin(note.table, note.ids)
+            values = self._drawn(note.table, note.ids)
             for shard in self._weights.get(note.table, ()):
                 column = shard.offsets[1]
                 rows, is_here = _here(shard, note.rows)
@@ -103,6 +90,7 @@ class FreshRows:
         return weights
 
     def _drawn(self, table: str, ids: Tensor) -> Tensor:
+        """Draws first values by the table's ``init_fn``, alike on every rank: from the ids."""
         seed = int(mixed(ids.cpu()).sum()) & (2**63 - 1)
         return draw_rows(self._configs[table], len(ids), seed)
 
