@@ -1,8 +1,10 @@
 """adopt() on a GPU: captured steps train like eager ones, and the host waits for none of them."""
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -213,6 +215,25 @@ def test_the_memory_of_a_large_model_is_kept_on_the_host_during_a_capture(
     )
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
     assert not weight.any()
+
+
+def test_steps_are_compared_on_the_host_where_a_gpu_has_too_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As much as is free changes from copy to copy.
+    free = itertools.cycle([100, 1 << 40, 100])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 1 << 40))
+    difference = verify.step_difference
+
+    def twice(*given: Any, noise: Mapping[str, float] = MappingProxyType({})) -> str:
+        # At first as if they differed, so that it is looked at what rounding does.
+        return difference(*given, noise=noise) if noise else "something"
+
+    monkeypatch.setattr(verify, "step_difference", twice)
+    eager, _, _ = trained("off", CASES["batch norm"])
+    captured, _, step = trained("require", CASES["batch norm"])
+    assert step.describe().startswith("captured since step 3"), step.describe()
+    assert captured == pytest.approx(eager, rel=1e-4)
 
 
 def test_another_thread_may_pin_memory_during_a_capture() -> None:

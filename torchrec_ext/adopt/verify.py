@@ -22,7 +22,7 @@ from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import CapturePolicy
 from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.observe.ops import tensors_in
-from torchrec_ext.observe.state_copy import random_state, set_random_state
+from torchrec_ext.observe.state_copy import copied, random_state, set_random_state
 
 FIRST = 3  # captured steps that are compared after the first capture; 0 for no comparison at all
 # Share of the time since the capture that goes to comparing later steps, and as much to those that follow a reader:
@@ -152,7 +152,7 @@ class Verification:
                     found[each.name] = _pull(each, begun, after)
                 first = first or found
                 for name, value in found.items():
-                    far = _most(value - first[name])
+                    far = _most(_minus(value, first[name]))
                     noise[name] = max(noise.get(name, 0.0), far)
         finally:
             memory.settle()
@@ -222,13 +222,15 @@ def _written(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def contents(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns copies of all that a step may write, by name.
+    """Returns copies of all that a step may write, by name; on the host if a GPU has too little memory for them.
 
     Args:
         memory: the step's memory.
         outer: tensors that the step reads and that are neither the batch's nor in the memory, such as buffers.
     """
-    return {name: tensor.clone() for name, tensor in _written(memory, outer).items()}
+    written = _written(memory, outer)
+    copies = copied(list(written.values()), memory.device)
+    return dict(zip(written, copies, strict=True))
 
 
 @torch.no_grad()
@@ -290,14 +292,15 @@ def step_difference(
         if _most(pull - other) > near * _most(pull) + floor * greatest + rounding:
             return f"the gradient of '{name}'"
         counts = pull.abs() > 100 * max(floor * greatest, noise.get(name, 0.0))
-        step = _most(weight - before[name])
+        step = _most(_minus(weight, before[name]))
         # A gradient that is rounding makes a step of full size in any direction, and no
         # longer one.
         share = torch.where(counts, 0.05, 2.5)
-        if _most((weight - captured[name]) / share) > step + 2e-5 * _most(weight):
+        far = _minus(weight, captured[name]).to(share.device) / share
+        if _most(far) > step + 2e-5 * _most(weight):
             return f"the weights of '{name}'"
     for index, buffer in enumerate(outer):
-        other = captured[f"outer {index}"].float()
+        other = captured[f"outer {index}"].float().to(buffer.device)
         if not torch.allclose(
             buffer.float(), other, rtol=10 * near, atol=near, equal_nan=True
         ):
@@ -307,6 +310,11 @@ def step_difference(
         if not any(_alike(tensor, other, 10 * near) for other in outputs):
             return f"an output of {tuple(tensor.shape)} {tensor.dtype} beside the loss"
     return ""
+
+
+def _minus(tensor: Tensor, copy: Tensor) -> Tensor:
+    """Subtracts a copy, where it is: on the device, or on the host."""
+    return tensor.to(copy.device) - copy
 
 
 def _most(tensor: Tensor) -> float:
@@ -333,6 +341,6 @@ def _pull(
     name = parameter.name
     if STATES[parameter.choice.kind]:
         name = f"{name}/0"
-    change = after[name] - before[name]
+    change = _minus(after[name], before[name])
     # Adagrad adds the square.
     return change.sqrt() if parameter.choice.kind == "adagrad" else change

@@ -31,7 +31,7 @@ from torchrec_ext.capture import policy
 from torchrec_ext.capture.dropout import with_hashed_dropout
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
-from torchrec_ext.observe.state_copy import random_state, set_random_state
+from torchrec_ext.observe.state_copy import copied, random_state, set_random_state
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
 # The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows; a CUDA
@@ -272,7 +272,7 @@ def cuda_graph(
         random = random_state(device)
         spare = generator.clone_state()
         # The runs before a capture train for real, so the memory is put back.
-        memory_before = _copied(memory, device)
+        memory_before = copied(memory, device)
         try:
             static_inputs = [tensor.clone() for tensor in inputs]
             tensors = [*memory, *static_inputs]
@@ -399,13 +399,6 @@ class _RefusesWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if waits_for_device(func, args, kwargs):
             raise _WaitError(func)
         return func(*args, **(kwargs or {}))
-
-
-def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns copies of tensors: on the device if they fill less than half of its free memory, else on the host."""
-    free, _ = torch.cuda.mem_get_info(device)
-    fits = sum(tensor.nbytes for tensor in tensors) < free / 2
-    return [tensor.clone() if fits else tensor.cpu() for tensor in tensors]
 
 
 def engine_for(device: torch.device) -> tuple[StepExecutor, str]:

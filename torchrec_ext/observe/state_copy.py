@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -274,6 +274,15 @@ def _address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a FakeTensor, as those in the graph of a captured step
         return 0
+
+
+def copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns copies of tensors of a device; of a GPU on the host if they fill half of its free memory or more."""
+    fits = True
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        fits = sum(tensor.nbytes for tensor in tensors) < free / 2
+    return [tensor.clone() if fits else tensor.cpu() for tensor in tensors]
 
 
 def random_state(device: torch.device) -> Tensor:
