@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle import Bundle, Side
 from torchrec_ext.retrieval.catalogue import Ids
 from torchrec_ext.retrieval.manifest import BundleError
@@ -40,14 +39,10 @@ def rows_of_files(side: Side, catalogue: Sequence[str], key: str) -> Rows:
     """
     source = ParquetSource(catalogue)
     names = list(dict.fromkeys([key, *side.columns.raw]))
-    for number, file in enumerate(source.files):
-        for name in names:
-            source.type_of(name, number)
-        kind, first = (raw_type(source.type_of(key, each)) for each in (number, 0))
-        if kind != first:
-            raise DataError(
-                f"{file.name}: column '{key}' is {kind}, and {first} in {source.files[0].name}; write ids of one type"
-            )
+    source.require({key: ("int", "string")})
+    for name in names:
+        for file in range(len(source.files)):
+            source.type_of(name, file)
 
     def blocks() -> Iterator[tuple[str, pa.Array, pa.Table]]:
         for group in source.groups:
@@ -100,10 +95,7 @@ def embedded(side: Side, rows: Rows, unknown: Counter[str]) -> Iterator[Block]:
 
 def _ids(where: str, name: str, column: pa.ChunkedArray) -> pa.Array:
     """Returns the ids as int64 or as strings."""
-    ids = column.combine_chunks()
-    if pa.types.is_dictionary(ids.type):
-        ids = ids.dictionary_decode()
     try:
-        return Ids(ids).arrow()
+        return Ids(column).arrow()
     except BundleError as error:
         raise DataError(f"{where}: column '{name}': {error}") from None
