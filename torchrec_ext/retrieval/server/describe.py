@@ -29,10 +29,7 @@ _TYPES = {
     "bool": "boolean",
     "string": "string",
 }
-_TIME = {
-    "type": ["string", "integer"],
-    "description": "a time in ISO 8601, or a whole number in the column's unit",
-}
+_TIME = {"type": "string", "description": "a time in ISO 8601"}
 
 
 def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
