@@ -35,7 +35,9 @@ from torchrec_ext.observe.user_lines import (
 
 LossFunction = Callable[..., Any]
 
-MOST_STATES = 16  # states of the user's Python that are traced before those without a graph stay eager
+MOST_STATES = (
+    16  # states of the user's Python that are traced before all steps stay eager
+)
 _NUMBERS = itertools.count()
 _WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
 
