@@ -197,8 +197,7 @@ class Counts:
     Args:
         rows: number of rows.
         unknown: share of zeros per id column; in a list column of its elements.
-        labels: weight of all rows, ``total``, and of the positives of each label among all rows and among those with
-            label 1.
+        labels: weight of all rows, ``total``, and of the positives of each label.
         popularity: number of positives of each row of the items' table; none without items.
     """
 
@@ -221,11 +220,7 @@ def count_split(
     kept = [name for name in (roles.label, *roles.tasks) if name in fitted.keep]
     labels = [f"CAST({quoted(name)} AS DOUBLE)" for name in kept]
     figures = ["count(*)", f"sum({weight})"]
-    for label in labels:
-        figures += [
-            f"sum({label} * {weight})",
-            f"sum({label} * {labels[0]} * {weight})",
-        ]
+    figures += [f"sum({label} * {weight})" for label in labels]
     (found,) = con.sql(f"SELECT {', '.join(figures)} FROM {rows}").fetchall()
     count, total, *sums = found
     width = fitted.vocab.get(roles.item or "", 0)
@@ -249,10 +244,8 @@ def count_split(
         labels={
             "total": rounded(total),
             "positives": {
-                name: {"of_all": rounded(every), "of_positive": rounded(clicked)}
-                for name, every, clicked in zip(
-                    kept, sums[::2], sums[1::2], strict=True
-                )
+                name: {"of_all": rounded(every)}
+                for name, every in zip(kept, sums, strict=True)
             },
         },
         popularity=popularity,

@@ -365,14 +365,11 @@ class Prepared:
         return sums
 
     @property
-    def task_positives(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """The weight of the positives of each task, among all rows and among the rows with label 1.
-
-        By split and by task, the label being the first.
-        """
+    def task_positives(self) -> dict[str, dict[str, float]]:
+        """The weight of the positives of each task, by split and by task, the label being the first."""
         return {
             split: {
-                name: (float(sums["of_all"]), float(sums["of_positive"]))
+                name: float(sums["of_all"])
                 for name, sums in self.labels[split]["positives"].items()
             }
             for split in self.splits

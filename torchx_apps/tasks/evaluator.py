@@ -269,7 +269,7 @@ class Evaluator:
         for name in self.tasks:
             sums = []
             for of in (split, "train"):
-                sums.append((data.task_positives[of][name][0], data.positives[of][1]))
+                sums.append((data.task_positives[of][name], data.positives[of][1]))
             yield f"{name}_", sums[0], positive_share(*sums[1])
 
     def example(self) -> str:

@@ -159,7 +159,7 @@ class Task:
             total = self.data.positives["train"][1]
             return [
                 self.data.share("train"),
-                *(positive_share(sums[name][0], total) for name in tasks),
+                *(positive_share(sums[name], total) for name in tasks),
             ]
         # Each positive comes with its drawn negatives.
         rows = self.data.splits["train"].num_rows
