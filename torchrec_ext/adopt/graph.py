@@ -84,6 +84,7 @@ _VALUES = (
     "dynamic output shape",
 )
 _BUILTIN = re.compile(r"trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`")
+_RAISED = re.compile(r"raised exception (\w+\(.*\))")
 
 
 def untraceable(error: BaseException) -> CannotAdopt:
@@ -99,9 +100,17 @@ def untraceable(error: BaseException) -> CannotAdopt:
         )
     if any(word in text.lower() for word in _VALUES):
         return CannotAdopt(values_needed(line))
+    if "sparse tensor" in text.lower():
+        return CannotAdopt(
+            f"{line} reads a sparse matrix; take F.embedding_bag(columns, dense, row_ptr, mode='sum', "
+            "per_sample_weights=values)"
+        )
     skipped = SKIPPED.search(text) or _BUILTIN.search(text)
+    raised = _RAISED.search(text)
     if skipped:
         what = f"it leaves out {skipped[1]}()"
+    elif raised:
+        what = f"in its trace it raises {raised[1]}"
     return CannotAdopt(
         f"{line} cannot be traced by torch.compile ({what[:49]}); take it out of the step"
     )

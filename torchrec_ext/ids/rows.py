@@ -38,7 +38,7 @@ class Candidates:
         return sightings + torch.tensor(earlier, dtype=torch.int64)
 
     def add(self, ids: Tensor, sightings: Tensor) -> None:
-        """Adds evicted ids; the oldest are forgotten where there are too many."""
+        """Adds ids that were taken out; the oldest are forgotten where there are too many."""
         self._sightings |= zip(ids.tolist(), sightings.tolist(), strict=True)
         count = len(self._sightings)
         if count > self._most:
