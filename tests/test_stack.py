@@ -107,7 +107,7 @@ def test_cuda_torch_with_cpu_fbgemm_is_right_without_a_gpu_and_wrong_with_one(
     assert stack.wanted_variant(found) == "cuda"
     assert list(stack.mismatches(found, "cuda", TRIPLE)) == ["fbgemm-gpu"]
     assert stack.torchrec_problem(found, "cpu") == (
-        "torch: found 2.13.0 for cuda, expected 2.13.0+cpu: "
+        "torch: found 2.13.0 for cuda, not cpu, expected 2.13.0+cpu: "
         f"{sys.executable} -m torchrec_ext.doctor --install"
     )
 

@@ -180,9 +180,9 @@ def mismatches(current: Installed, variant: Variant, triple: Triple) -> dict[str
         # A CPU build need not be marked +cpu, and a CUDA build is marked +cu130, for example.
         is_right &= (version or found).split("+")[0] == found.split("+")[0]
         # The CUDA build of torch runs on a CPU too. On a machine with a GPU it would put the tables there.
-        if name == "torch" and current.torch_build != variant:
+        if name == "torch" and current.torch_build not in (None, variant):
             is_right &= variant == "cpu" and not gpu_nodes()
-            found += f" for {current.torch_build}"
+            found += f" for {current.torch_build}, not {variant}"
         # Both unpack into one folder: removing one takes files of the other along.
         if name == FBGEMM_NAME[variant] and other in current.versions:
             is_right = False

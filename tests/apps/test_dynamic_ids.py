@@ -18,12 +18,14 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle
 from torchrec_ext.retrieval.scorer import (
+    EmbedRequest,
     RecommendRequest,
     Scorer,
     ScoreRequest,
 )
+from torchrec_ext.retrieval.store import Store
 from torchrec_ext.train.checkpoint.storage import CheckpointError
-from torchx_apps import export
+from torchx_apps import embed, export
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.dynamic_ids import numbered
@@ -178,6 +180,11 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
     unknown = [answer.unknown_features for answer in answers.values()]
     assert unknown == [[], ["user_id"], ["user_id"]]
     assert answers["new"].scores == answers["newer"].scores != answers["earlier"].scores
+    store = tmp_path / "users"
+    assert embed.main([str(second), "--tower=query", f"--out={store}"]) == 0
+    embedded = scorer.embed(EmbedRequest(rows=[requests["earlier"]]))
+    stored = Store.open(store).find(int(USERS[0]))
+    np.testing.assert_allclose(stored, embedded.vectors[0], atol=1e-6)
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_mistakes_are_one_line(
         (["--out", out, "--refresh", out], "say one of --out"),
         (["--out", out, "--delete=1"], "--delete: a store that is written whole"),
         (["--refresh", out, "--store=fp16"], "--store fp16: is for --out"),
-        (["--out", out], "rows of the candidate side; the bundle does not"),
+        (["--out", out], "the candidate side; the bundle does not know their item"),
         (["--out", out, "--catalogue", items], "--id: name the column"),
         (["--out", out, "--catalogue", items, "--id=ky"], "column 'ky' is missing"),
         (["--out", out, "--catalogue", tmp_path / "none", "--id=key"], "none"),

@@ -74,14 +74,15 @@ class Dictionary:
             self.score[row] = np.float32(new[each])
             self.seen[row] = self.now
             self.candidates.pop(each, None)
-        for each in sorted(new):
-            if each not in self.row:
-                # Once more at the end: they are in the order in which they were seen.
-                earlier = self.candidates.pop(each, 0)
-                self.candidates[each] = earlier + new[each]
+        waiting = sorted(set(new) - set(self.row))
+        for each in waiting:
+            # Once more at the end: they are in the order in which they were seen.
+            earlier = self.candidates.pop(each, 0)
+            self.candidates[each] = earlier + new[each]
         most = self.policy.most_candidates
         if len(self.candidates) > most:
-            for each in list(self.candidates)[: len(self.candidates) - most // 2]:
+            stay = max(most // 2, len(waiting))
+            for each in list(self.candidates)[: len(self.candidates) - stay]:
                 del self.candidates[each]
         return fresh, evicted
 

@@ -30,6 +30,10 @@ POLICIES = {
     "lru": (Dynamic(capacity=600, evict="lru"), 1),
     "ttl": (Dynamic(capacity=5_000, ttl=5, admit_after=3), 2),
     "fewer rows than a batch has ids": (Dynamic(capacity=120), 1),
+    "fewer places to wait than a batch has ids": (
+        Dynamic(capacity=90, admit_after=3),
+        1,
+    ),
 }
 
 
@@ -268,6 +272,10 @@ def test_the_reserved_id_reads_row_0_for_ever() -> None:
         (
             lambda: _ids().load_state_dict(_ids(name="b").state_dict()),
             "the saved ids are of tables b, not of a",
+        ),
+        (
+            lambda: _ids().load_state_dict({"tables": {"a": {"candidates": []}}}),
+            "table 'a': the saved ids are of an earlier version; train anew",
         ),
     ],
 )

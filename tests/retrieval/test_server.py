@@ -201,7 +201,7 @@ def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
     )
     flags = (
         f"--token-file={tmp_path / 'token'}",
-        *("--allowed-hosts", "a.example", "127.0.0.1"),
+        *("--allowed-hosts", "A.example", "[::1]", "127.0.0.1"),
         f"--vectors={tmp_path / 'users'}",
     )
     with serving(folder, *flags) as server:
@@ -230,7 +230,8 @@ def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
         foreign = client.get("/healthz", Host="evil.example")
         assert (foreign.status, foreign.json["error"]["code"]) == (400, "host")
         assert "'evil.example'; ask by an allowed name" in foreign.told
-        assert client.get("/healthz", Host="a.example:80").status == 200
+        for host in ("a.example:80", "[::1]:80"):
+            assert client.get("/healthz", Host=host).status == 200
 
 
 def test_a_server_for_all_hosts_hides_ids_has_a_limit_and_ends_with_its_parent(

@@ -430,6 +430,10 @@ def _check_saved_tables(saved: Mapping[str, Any], tables: Sequence[RowPool]) -> 
             f"the saved ids are of tables {', '.join(saved)}, not of {', '.join(names)}"
         )
     for table in tables:
+        if "waiting_ids" not in saved[table.name]:
+            raise ValueError(
+                f"table '{table.name}': the saved ids are of an earlier version; train anew, or go on with that version"
+            )
         capacity = len(saved[table.name]["ids"])
         if capacity > table.policy.capacity:
             raise ValueError(

@@ -22,7 +22,7 @@ class Candidates:
     """Ids of one table that wait for their admission, with their sightings.
 
     Args:
-        most: number of ids beyond which the half is forgotten that was not seen for longest.
+        most: number of ids beyond which the half is forgotten that was not seen for longest, but none of this step.
     """
 
     def __init__(self, most: int) -> None:
@@ -42,8 +42,9 @@ class Candidates:
         self._sightings |= zip(ids.tolist(), sightings.tolist(), strict=True)
         count = len(self._sightings)
         if count > self._most:
-            kept = islice(self._sightings.items(), count - self._most // 2, None)
-            self._sightings = dict(kept)
+            # Those of one step are in the order of their numbers, so the lowest would never be admitted.
+            stay = max(self._most // 2, len(ids))
+            self._sightings = dict(islice(self._sightings.items(), count - stay, None))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the ids in the order in which they were last seen, and their sightings."""

@@ -13,7 +13,7 @@ from torchrec_ext.retrieval.bundle import Bundle, Side
 from torchrec_ext.retrieval.catalogue import Ids
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.store import Block
-from torchrec_ext.schema.validation import DataError
+from torchrec_ext.schema.validation import DataError, listed
 
 # Rows of a block; a fixed size, because vectors may depend on it in the last bits.
 BLOCK_ROWS = 4096
@@ -62,9 +62,13 @@ def rows_of_users(bundle: Bundle, side: str) -> Rows:
         ValueError: it does not know the columns of this side.
     """
     users = bundle.users
-    if users is None or side != "query":
+    known = users.features(-1) if users is not None and side == "query" else {}
+    raw = (bundle.query if side == "query" else bundle.candidate).columns.raw
+    missing = [name for name in raw if name not in known]
+    if users is None or missing:
         raise ValueError(
-            f"--catalogue: name the parquet files with the rows of the {side} side; the bundle does not know them"
+            f"--catalogue: name the parquet files with the rows of the {side} side; the bundle does not know their "
+            f"{listed(missing)}"
         )
 
     def blocks() -> Iterator[tuple[str, pa.Array, pa.Table]]:

@@ -102,6 +102,9 @@ def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> 
             report.report_start(task, runtime, job.train.amp)
         parts = set_up(job, task, runtime)
         job = parts.job
+        # Before tables take memory, which may not be enough.
+        if runtime.is_main:
+            print(f"\n{parts.plan_text}\n", flush=True)
         parallel, optimizer = shard_job(parts, runtime)
         evaluator = evaluator_of(task, parts.schema, parts.loader, parallel, runtime)
         # Before there is a run folder.
@@ -120,7 +123,6 @@ def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> 
         # Rank 0 also writes the checkpoints' manifests.
         if folder is not None:
             about = {MEANING: meaning_of_ids(task, parts.schema.dynamic)}
-            print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
         if not run.checkpoint:
             _begin_with(parts, task, parallel, optimizer, runtime)

@@ -31,6 +31,7 @@ from torchrec_ext.train.checkpoint.folder import (
     CheckpointRanks,
     damage,
 )
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import (
     LoadPlanner,
     LocalShard,
@@ -394,6 +395,20 @@ def test_a_url_works_as_a_path_does(
     checkpointer.load(path, model_state(model))
     assert values(model) == {2.0}
     assert not list(tmp_path.iterdir())
+    RunCheckpoints(checkpointer, CheckpointConfig(), resume=path)
+    with pytest.raises(CheckpointError, match="an address without '::' is needed"):
+        Checkpointer(f"simplecache::{folder}", HERE)
+
+
+def test_a_run_goes_on_in_its_own_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("own", HERE)
+    for path in ("own/step-1", f"{tmp_path}/own/step-1/"):
+        RunCheckpoints(checkpointer, CheckpointConfig(), resume=path)
+    with pytest.raises(ValueError, match=r"'other/step-1': a run goes on in its own"):
+        RunCheckpoints(checkpointer, CheckpointConfig(), resume="other/step-1")
 
 
 @pytest.mark.parametrize("rows", [60, 100, 130])

@@ -65,7 +65,8 @@ class ServerConfig:
     def hosts(self) -> tuple[str, ...]:
         """Valid names in the header Host."""
         if self.allowed_hosts:
-            return self.allowed_hosts
+            # As the host of an address is compared.
+            return tuple(each.strip("[]").lower() for each in self.allowed_hosts)
         is_loopback = self.host == "localhost"
         with suppress(ValueError):  # the text is a name, not an address
             is_loopback = ipaddress.ip_address(self.host).is_loopback

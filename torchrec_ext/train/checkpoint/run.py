@@ -94,7 +94,10 @@ class RunCheckpoints:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         folder = checkpointer.folder.address
-        if resume is not None and resume.rpartition("/")[0] != folder:
+        # Of a path, absolute or not, and whatever its last slash.
+        if resume is not None and (
+            CheckpointFolder(resume.rstrip("/").rpartition("/")[0]).address != folder
+        ):
             raise ValueError(
                 f"resume={resume[:60]!r}: a run goes on in its own folder, {folder[-60:]}; a new one takes begin_with"
             )
