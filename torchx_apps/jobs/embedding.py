@@ -62,7 +62,9 @@ def rows_of_users(bundle: Bundle, side: str) -> Rows:
         ValueError: it does not know the columns of this side.
     """
     users = bundle.users
-    if users is None or side != "query":
+    known = users.features(-1) if users is not None and side == "query" else {}
+    # A bundle has no context of a request, such as its time.
+    if users is None or not known.keys() >= {*bundle.query.columns.raw}:
         raise ValueError(
             f"--catalogue: name the parquet files with the rows of the {side} side; the bundle does not know them"
         )
