@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
 
 
 def sources(folder: Path, name: str, value: float) -> list[tuple[Any, str | None]]:
-    """Twelve rows with one bad value in the sixth: as a file, for a device and in memory."""
+    """Twelve rows with one bad value in the sixth: as a file and in memory, also for a device."""
     table = table_of(12)
     numbers = pa.array([1.0] * 5 + [value] + [1.0] * 6, pa.float32())
     table = table.set_column(table.column_names.index(name), name, numbers)
@@ -28,7 +28,8 @@ def sources(folder: Path, name: str, value: float) -> list[tuple[Any, str | None
     table = table.set_column(other, "label", table["label"].cast(pa.float32()))
     pq.write_table(table, folder / "rows.parquet")
     rows = read_parquet(folder)
-    return [(ParquetSource(folder), None), (rows, "cpu"), (rows, None)]
+    file = ParquetSource(folder)
+    return [(file, None), (file, "cpu"), (rows, "cpu"), (rows, None)]
 
 
 @pytest.mark.parametrize(
@@ -61,5 +62,6 @@ def test_a_value_out_of_range_is_named(
     )  # type: ignore[arg-type]
     for rows, device in sources(tmp_path, name, value):
         on = dataclasses.replace(options, device=device)
-        with pytest.raises(DataError, match=text):
+        with pytest.raises(DataError, match=text) as caught:
             list(ChunkLoader(rows, schema, config=on))
+        assert isinstance(rows, ParquetSource) == ("rows.parquet" in str(caught.value))

@@ -127,6 +127,14 @@ def clicks_set() -> Prepared:
     return planted_data(users=60, items=50, clusters=4, history_length=1)
 
 
+def test_the_hardest_candidates_alone_are_trained() -> None:
+    losses = {}
+    for hardest in (0, 1, 3):
+        model = retrieval(hardest=hardest).train()
+        losses[hardest] = float(model(batch())[0])
+    assert losses[1] < losses[3] < losses[0]
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(("loss", "hardest"), [("catalogue", 2), ("in_batch", -1)])
 def test_hardest_candidates_are_refused(loss: str, hardest: int) -> None:

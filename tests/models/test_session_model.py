@@ -169,6 +169,8 @@ def test_what_does_not_fit_is_named() -> None:
         match="encoder: is not causal, so each step would see the item it must predict",
     ):
         NextItemModel(table, SessionEncoder(16, 5))
+    with pytest.raises(ValueError, match=r"width D=8 .* embedding_dim=16; must be"):
+        NextItemModel(table, SessionEncoder(8, 5, causal=True))
     with pytest.raises(
         ValueError, match="tower 'user' is not one of 'session', 'item'"
     ):

@@ -67,7 +67,7 @@ class NextItemModel(nn.Module):
         device: device of the table; ``meta`` declares it without memory.
 
     Raises:
-        ValueError: an encoder that is not causal.
+        ValueError: an encoder that is not causal, or not of the table's width.
 
     Example:
         >>> table = EmbeddingConfig(name="item_id", num_embeddings=300_000_000, embedding_dim=64)
@@ -89,6 +89,11 @@ class NextItemModel(nn.Module):
         if not encoder.causal:
             raise ValueError(
                 "encoder: is not causal, so each step would see the item it must predict; make it with causal=True"
+            )
+        if encoder.width != table.embedding_dim:
+            raise ValueError(
+                f"encoder: width D={encoder.width} over table '{table.name}' of embedding_dim={table.embedding_dim}; "
+                "must be equal"
             )
         self.table = dataclasses.replace(table, feature_names=[SESSION, CANDIDATES])
         self.embeddings = EmbeddingCollection(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import torch
 from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
@@ -219,9 +220,11 @@ def _describe_catalogue(job: Job, task: Task, bundle: Path) -> str:
     """Says how many items of a catalogue are new, how many of the training's it lacks, and what a new id reads."""
     items = ItemTable.open(bundle)
     item = str(task.data.roles.item)
-    trained = set(task.data.values_of(item)[task.data.item_ids].tolist())
-    known = len(trained.intersection(items.ids.arrow().to_pylist()))
-    new, gone = len(items) - known, len(trained) - known
+    # By the steps, since the id of a hashed item is no value of the log.
+    steps = task.data.preprocessor.only([item])
+    rows = steps.online(dict.fromkeys(steps.request_columns, items.ids.arrow()))[item]
+    known = int(np.isin(rows.values, task.data.item_ids).sum())
+    new, gone = len(items) - known, task.data.num_items - known
     text = f"catalogue: {len(items):,} items, {new:,} of them new; {gone:,} items of the training are not in it"
     has_row = item in job.id_dropout or item in job.ids.features
     if task.data.form == "labels":

@@ -208,3 +208,5 @@ def test_there_must_be_a_folder() -> None:
         EventLog(EventsConfig(folder="nosuch"))
     with pytest.raises(ValueError, match=r"data\.batch_s=-1: must be 0 or more"):
         EventsConfig(batch_s=-1)
+    with pytest.raises(ValueError, match=r"data\.time='user_id': .*each column once"):
+        EventsConfig(time="user_id")

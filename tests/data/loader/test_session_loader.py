@@ -142,6 +142,12 @@ def test_a_sequence_without_a_target_and_an_item_outside_the_table_are_refused()
             )
 
 
+@pytest.mark.parametrize("setting", ["label", "weight"])
+def test_columns_that_sessions_do_not_read_are_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"loader\.{setting}='session'.*leave both"):
+        loader_of(5, negatives=0, **{setting: "session"})
+
+
 def test_sessions_of_ids_alone_take_no_id_dropout() -> None:
     """Whole sessions of unknown items would train nothing, and still count in the weight by which a loss is divided."""
     with pytest.raises(ValueError, match=r"id_dropout=session=0.1 with sessions"):

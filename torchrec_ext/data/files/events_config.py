@@ -36,9 +36,11 @@ class EventsConfig:
     events: int = 0
 
     def __post_init__(self) -> None:
-        if not self.user or not self.item:
+        names = [self.user, self.item, *filter(None, (self.label, self.time))]
+        if not all(names) or len(set(names)) < len(names):
             raise ValueError(
-                f"data.user={self.user!r}, data.item={self.item!r}: name the columns of both ids"
+                f"data.user={self.user!r}, data.item={self.item!r}, data.label={self.label!r}, "
+                f"data.time={self.time!r}: name the columns of both ids, and each column once"
             )
         for name in ("batch_s", "until_idle_s", "events"):
             if not getattr(self, name) >= 0:

@@ -142,7 +142,14 @@ def batches_of(
             return StreamedRows(chunk, schema, config, without, shared, share, in_order)
         layout = BlockLayout.of(schema, config, ids, without)
         layout.require(chunk)
-        groups = [chunk.read(group, layout.names) for group in chunk.groups]
+        groups = []
+        for group in chunk.groups:
+            # Checked here, where a message can name the file.
+            columns, floats = layout.checked(group, chunk.read(group, layout.names))
+            # An id that is a label too stays an id, whose integers are exact.
+            groups.append(
+                {name: Column(each) for name, each in floats.items()} | columns
+            )
         chunk = concatenate_rows(groups, layout.names)
     candidates: DeviceCandidates | SharedCandidates | None = shared
     if shared is None and items is not None:
@@ -171,9 +178,14 @@ def sessions_of(
     """Builds the batches of sessions, a ragged column ``session`` of 2 or more items.
 
     Raises:
-        ValueError: the settings ask for draws that sessions do not have.
+        ValueError: the settings ask for columns or draws that sessions do not have.
         DataError: a session without a target.
     """
+    if config.label or config.weight:
+        raise ValueError(
+            f"loader.label={config.label!r}, loader.weight={config.weight!r}: sessions have no such columns; "
+            "leave both out"
+        )
     if config.sampling != "uniform":
         raise ValueError(
             f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn "

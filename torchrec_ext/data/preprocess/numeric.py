@@ -6,6 +6,7 @@ FillMissing: a number for these.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -225,9 +226,13 @@ class FillMissing(_NumberStep):
     output: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.value, int | float) or not math.isfinite(self.value):
+        # An integer too may be beyond all floats.
+        if not (
+            isinstance(self.value, int | float)
+            and abs(self.value) <= sys.float_info.max
+        ):
             raise ValueError(
-                f"FillMissing('{self.column}'): value={self.value!r}: must be a finite number; fill texts in SQL"
+                f"FillMissing('{self.column}'): value={self.value!r:.40}: must be a finite number; fill texts in SQL"
             )
 
     def apply(self, columns: Columns, state: StepState) -> Columns:
