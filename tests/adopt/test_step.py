@@ -24,6 +24,7 @@ import torchrec_ext.adopt.step as adopted
 from tests.adopt import pairs as pairs_of
 from tests.adopt.pairs import D, logistic
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, adopt, captures, verify
+from torchrec_ext.adopt.reads import look_up
 from torchrec_ext.capture import executors, policy
 from torchrec_ext.capture.policy import TrainingDivergedError
 
@@ -417,6 +418,19 @@ def test_a_step_is_captured_while_autograd_looks_for_anomalies(
         check("Adagrad, sparse", 7)
         assert torch.is_anomaly_enabled()
     assert "set_detect_anomaly is on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_bag", [False, True])
+def test_padding_counts_from_the_end_of_a_table_as_by_torch(is_bag: bool) -> None:
+    weight = torch.randn(FEW, D, requires_grad=True)
+    ids = torch.tensor([[1, FEW - 1], [0, 3]])
+    function = F.embedding_bag if is_bag else F.embedding
+    expected = function(ids, weight, padding_idx=-1)  # type: ignore[operator]
+    read = functools.partial(F.embedding, weight=weight)
+    ours = look_up(read, {"weight": weight, "padding_idx": -1}, ids, is_bag)
+    torch.testing.assert_close(ours, expected)
+    gradients = [torch.autograd.grad(each.sum(), weight) for each in (ours, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.slow

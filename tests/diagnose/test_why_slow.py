@@ -286,7 +286,10 @@ def test_a_function_of_one_parameter_gets_the_batch_whole() -> None:
         loss(batch).backward()
         optimizer.step()
 
-    assert why_slow(model, optimizer, loss, given).facts.has("step")
+    facts = why_slow(model, optimizer, loss, given, capture=True).facts
+    assert facts.has("step")
+    # adopt gives entries.
+    assert "TypeError: " in facts.not_measured["captured"]
     assert why_slow.step(step, given).facts.has("step")
 
 

@@ -185,6 +185,9 @@ def look_up(
     offsets = arguments.get("offsets")
     weights = arguments.get("per_sample_weights")
     rows, dim = weight.shape
+    if padding is not None:
+        # From the end, as by torch.
+        padding %= rows
     # A negative id would be read from the end; this one is out of range.
     flat = torch.where(ids < 0, rows, ids).reshape(-1).long()
     vectors = read(flat)

@@ -247,7 +247,7 @@ def _with_captured(
         threads = torch.get_num_threads()
         try:
             turns = compare(captured(), None, _CAPTURED_S)
-        except (CannotAdopt, ValueError) as error:
+        except (CannotAdopt, TypeError, ValueError) as error:
             why = described(error)
         finally:
             state.restore()
