@@ -477,12 +477,32 @@ class Noisy(Pairs):
         return super().forward(user, item) * (1.0 if random.random() < 0.5 else 2.0)
 
 
+NEIGHBOURS = torch.eye(FEW).to_sparse()
+
+
+class OverAGraph(Pairs):
+    """LightGCN's product: the neighbours of each item, by a sparse matrix."""
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        items = torch.sparse.mm(NEIGHBOURS, self.item.weight)
+        return (self.user(user) * F.embedding(item, items)).sum(1)
+
+
 class Packed(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(
             self.item(item)[:, None], torch.ones(B), batch_first=True
         )
         return packed.data.sum(1) + super().forward(user, item)
+
+
+class Dictionary(Pairs):
+    """RecBole's RippleNet: ids of a batch are keys of a dict, which a trace knows as tensors."""
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        near = {number: number // 2 for number in range(FEW)}
+        other = torch.tensor([near[each] for each in item.numpy()])
+        return super().forward(user, other)
 
 
 class Thawing(Pairs):
@@ -591,6 +611,14 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         lambda: case(Noisy()),
         rf"{HERE}\(return super.*\) (cannot be traced by torch.compile|depends on values)",
     ),
+    "sparse matrix": (
+        lambda: case(OverAGraph()),
+        rf"{HERE}\(items = .*\) reads a sparse matrix; take F.embedding_bag\(columns, dense, row",
+    ),
+    "keys": (
+        lambda: case(Dictionary()),
+        r"in its trace it raises TypeError\(.unhashable type",
+    ),
     "packed": (
         lambda: case(Packed()),
         rf"{HERE}\(packed = .*\) cannot be traced by torch.compile \(it leaves out pack_padded_seq",
@@ -632,6 +660,14 @@ def test_it_stays_eager_unless_required_equal_to_the_bit_and_says_so(
     assert_same(plain, made)
     assert capsys.readouterr().out.count("adopt: the step stays eager: ") == 1
     assert step.describe().startswith("eager: ")
+
+
+@pytest.mark.parametrize("name", ["layers", "Adagrad and Adam", "clipped"])
+def test_eager_steps_are_the_users_own_to_the_bit(name: str) -> None:
+    plain, losses = plainly(CASES[name], 6)
+    made, others, _ = with_adopt(CASES[name], 6, compile="auto")
+    assert others == losses
+    assert_same(plain, made)
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [

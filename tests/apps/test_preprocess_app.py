@@ -46,7 +46,7 @@ pytest.importorskip("duckdb", reason="needs the extra `data`")
         (["--recipe", "taobao"], "recipe taobao needs a log: --config.path UserBeh"),
         (
             ["--config.test_share", "2"],
-            "config: config.test_share=2.0: must be between 0 and 1",
+            "config.test_share=2.0: must be between 0 and 1",
         ),
     ],
 )

@@ -502,7 +502,7 @@ def test_what_is_not_a_preprocessed_folder_is_refused_by_name(
 
 
 def test_a_log_without_a_label_is_told_so(log: Path, tmp_path: Path) -> None:
-    unlabelled = prepare(log, keep=("importance",))
+    unlabelled = prepare(log, keep=("importance",), label="")
     out = run_preprocess(dataclasses.replace(unlabelled, out=str(tmp_path / "ready")))
     with pytest.raises(
         DataError, match=r"ready: its rows have no label: .*it keeps importance"

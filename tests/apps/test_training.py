@@ -107,7 +107,8 @@ def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives() -> None:
         job = job_of(recipe, "data.name=planted", setting)
         task = load_task(job, Runtime())
         if odds is None:
-            share = float(task.data.rows("train")["label"].values.mean())
+            labels = task.data.rows("train")[task.data.roles.label].values
+            share = float(labels.astype(float).mean())
             odds = share / (1 - share)
         model: Any = build_model(job, task)
         bias = model.interaction.last_biases[0].item()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -67,6 +68,9 @@ def test_a_step_that_a_trial_makes_faster_is_not_called_right() -> None:
     headline = str(diagnosis).splitlines()[0]
     assert "nothing is wrong" not in headline
     assert "it is faster with: bf16 autocast" in headline
+    slow = facts({**steps(10.0), "optimizer": 8.0}, ops=10)
+    headline = str(Diagnosis(slow)).splitlines()[0]
+    assert re.search(r"the optimizer takes \d\d% of an iteration", headline)
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED))

@@ -274,6 +274,22 @@ def test_a_step_that_adopt_refuses_is_known() -> None:
     assert "import adopt" not in str(diagnosis)
 
 
+def test_a_function_of_one_parameter_gets_the_batch_whole() -> None:
+    model, optimizer, _, given = mlp()
+
+    def loss(batch: Any) -> Tensor:
+        x, y = batch
+        return (model(x) - y).square().mean()
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        loss(batch).backward()
+        optimizer.step()
+
+    assert why_slow(model, optimizer, loss, given).facts.has("step")
+    assert why_slow.step(step, given).facts.has("step")
+
+
 # ---------------------------------------------------------------------------- bad input
 
 

@@ -137,11 +137,8 @@ class Captures:
         """Has Dynamo trace the step of a batch, with the memory that it needs."""
         self.settle()
         self._graph_count += 1
-        if self._graph_count > 2 * MOST_STATES:
-            raise EndOfCaptureError(changed_between_calls())
         if self._graph_count > MOST_STATES:
-            # States with a graph may come again.
-            raise CannotAdopt(changed_between_calls())
+            raise EndOfCaptureError(changed_between_calls())
         check_model(self._user_step.model)
         rules = update_rules(self._user_step.model, self._user_step.optimizers)
         every = {name for name, (_, _, each, _) in rules.items() if each.requires_grad}

@@ -346,7 +346,6 @@ class ForwardWatch(TorchFunctionMode):
         repeats: tensors of the batch that repeat each value, with how often.
 
     Attributes:
-        args: the batch.
         calls: number of torch calls.
         look_ups: rows that look-ups read of each weight, by its id.
         random: whether the forward draws random numbers.
@@ -360,7 +359,6 @@ class ForwardWatch(TorchFunctionMode):
         repeats: Sequence[tuple[Tensor, int]] = (),
     ) -> None:
         super().__init__()
-        self.args = args
         self.look_ups: dict[int, int] = {}
         self._repeats = {id(leaf): count for leaf, count in repeats}
         self.calls = 0

@@ -35,7 +35,9 @@ from torchrec_ext.observe.user_lines import (
 
 LossFunction = Callable[..., Any]
 
-MOST_STATES = 16  # states of the user's Python that are traced before those without a graph stay eager
+MOST_STATES = (
+    16  # states of the user's Python that are traced before all steps stay eager
+)
 _NUMBERS = itertools.count()
 _WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
 
@@ -82,6 +84,7 @@ _VALUES = (
     "dynamic output shape",
 )
 _BUILTIN = re.compile(r"trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`")
+_RAISED = re.compile(r"raised exception (\w+\(.*\))")
 
 
 def untraceable(error: BaseException) -> CannotAdopt:
@@ -97,9 +100,17 @@ def untraceable(error: BaseException) -> CannotAdopt:
         )
     if any(word in text.lower() for word in _VALUES):
         return CannotAdopt(values_needed(line))
+    if "sparse tensor" in text.lower():
+        return CannotAdopt(
+            f"{line} reads a sparse matrix; take F.embedding_bag(columns, dense, row_ptr, mode='sum', "
+            "per_sample_weights=values)"
+        )
     skipped = SKIPPED.search(text) or _BUILTIN.search(text)
+    raised = _RAISED.search(text)
     if skipped:
         what = f"it leaves out {skipped[1]}()"
+    elif raised:
+        what = f"in its trace it raises {raised[1]}"
     return CannotAdopt(
         f"{line} cannot be traced by torch.compile ({what[:49]}); take it out of the step"
     )

@@ -34,6 +34,14 @@ def the_ids(ids: Tensor, weight: Tensor) -> Tensor:
     return ids.clone()
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _writes(func: Any) -> bool:
+    """Whether a call of torch's writes in place, by its name."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in ("__setitem__", "__set__") or name[:3] == "__i"
+
+
 class ConstantMask(NamedTuple):
     """A small boolean parameter of a model, as of a capture.
 
@@ -71,7 +79,7 @@ def constant_masks(model: nn.Module) -> list[ConstantMask]:
 
 
 class StepReads(TorchFunctionMode):
-    """Reads rows of late tables, each once where the batch repeats it.
+    """Reads rows of late tables, each once where the batch repeats it and nothing was written in place before.
 
     Args:
         tables: the weights of late tables with their tables.
@@ -100,6 +108,9 @@ class StepReads(TorchFunctionMode):
             return self._look_up(func, args, kwargs)
         if func is torch.masked_select or func is Tensor.masked_select:
             return self._masked_select(func, args, kwargs)
+        # It may write into ids, which then need not repeat.
+        if self._repeats and (_writes(func) or "out" in kwargs):
+            self._repeats = []
         return func(*args, **kwargs)
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -197,8 +197,7 @@ class Counts:
     Args:
         rows: number of rows.
         unknown: share of zeros per id column; in a list column of its elements.
-        labels: weight of all rows, ``total``, and of the positives of each label among all rows and among those with
-            label 1.
+        labels: weight of all rows, ``total``, and of the positives of each label.
         popularity: number of positives of each row of the items' table; none without items.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from time import thread_time
@@ -118,14 +119,19 @@ def fresh_loader(loader: Any, **settings: Any) -> Any:
 
 
 def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:
-    """Returns a function of a whole batch, by which ``fn`` gets the entries of a tuple or list."""
+    """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list if it takes these."""
     # A named tuple is one thing: whoever names the entries of a batch reads them by
     # name.
-    has_entries = isinstance(batch, tuple | list) and not hasattr(batch, "_fields")
-    # The body of a script's loop takes any batch whole.
-    if has_entries and not getattr(fn, "takes_whole", False):
-        return lambda entries: fn(*entries)
-    return fn
+    if not isinstance(batch, tuple | list) or hasattr(batch, "_fields"):
+        return fn
+    try:
+        inspect.signature(fn).bind(*batch)
+    except TypeError:
+        return fn
+    except ValueError:
+        # A function in C may have no signature: it is tried with the entries.
+        pass
+    return lambda entries: fn(*entries)
 
 
 def _is_leaf(value: Any) -> bool:

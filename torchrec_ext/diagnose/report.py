@@ -7,6 +7,7 @@ import json
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 from torchrec_ext.diagnose.costs import ratios_of
@@ -153,6 +154,10 @@ def _cause(diagnosis: Diagnosis) -> str:
     faster = [each.name for each in diagnosis.trials if each.gain.helps == "yes"]
     if faster:
         return f"no cause stands out, and it is faster with: {', '.join(faster)}"
+    if facts.has("optimizer"):
+        share = facts.share(itemgetter("optimizer"))
+        if share > 0.5:
+            return f"no cause stands out, and the optimizer takes {share:.0%} of an iteration"
     share = facts.share(lambda _: facts.product_s)
     return f"nothing is wrong, the step is its own work: {share:.0%} of an iteration are matrix products"
 

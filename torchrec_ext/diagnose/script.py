@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import itertools
 import os
 import runpy
@@ -193,7 +194,8 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
     exec(compile(_function(node, numbered), file, "exec"), variables)
     step = variables.pop(_LOOP)
     step.__code__ = step.__code__.replace(co_name="loop")
-    step.takes_whole = True
+    # It takes a batch whole, also one of a single entry.
+    step.__signature__ = inspect.Signature()
     return Loop(step, batches, line)
 
 

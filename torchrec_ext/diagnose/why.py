@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dis import get_instructions
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -79,7 +79,7 @@ class _WhySlow:
         Args:
             model: the model, on its device.
             optimizer: its optimizer, or several.
-            loss: loss of a batch, called with the entries of a batch that is a tuple or list, else with the batch.
+            loss: loss of a batch, called with the entries of a tuple or list if it takes so many, else with the batch.
             batches: batches, such as a DataLoader.
             budget_s: seconds of the wall clock for the rounds, of which there are four at least.
             capture: also measure the step that :func:`adopt` captures, which takes 10 to 60 s more.
@@ -89,6 +89,8 @@ class _WhySlow:
         """
         optimizers = _listed(optimizer)
 
+        # With the signature of the loss, by which a batch is given whole or by entries.
+        @wraps(loss, updated=())
         def step(*batch: Any) -> None:
             for each in optimizers:
                 each.zero_grad()
@@ -120,7 +122,7 @@ class _WhySlow:
         """Diagnoses any step function.
 
         Args:
-            fn: trains on a batch, called with the entries of one that is a tuple or list, else with the batch.
+            fn: trains on a batch, called with the entries of a tuple or list if it takes so many, else with the batch.
             batches: batches, such as a DataLoader.
             model: the model, if it cannot be reached from ``fn`` through closures, globals and attributes.
             optimizer: its optimizers, in the same case.
