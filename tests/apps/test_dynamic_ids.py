@@ -182,9 +182,10 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
     assert answers["new"].scores == answers["newer"].scores != answers["earlier"].scores
     store = tmp_path / "users"
     assert embed.main([str(second), "--tower=query", f"--out={store}"]) == 0
-    embedded = scorer.embed(EmbedRequest(rows=[requests["earlier"]]))
-    stored = Store.open(store).find(int(USERS[0]))
-    np.testing.assert_allclose(stored, embedded.vectors[0], atol=1e-6)
+    assert bundle.users is not None
+    (user,) = bundle.users.ids.ids([0])
+    (vector,) = scorer.embed(EmbedRequest(rows=[{"user_id": user}])).vectors
+    np.testing.assert_allclose(Store.open(store).find(user), vector, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 from torchx_apps.recipes.saved_job import saved_job
-from torchx_apps.tasks.evaluator import held_out_rows
+from torchx_apps.tasks.evaluator import held_out_rows, question_of
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.task import Task
 
@@ -402,6 +402,25 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
     for attempt in attempts:
         with pytest.raises(DataError, match=words):
             attempt()
+
+
+def test_a_ranking_leaves_out_what_its_users_clicked_before(folder: Path) -> None:
+    """The place of a target among the others is that of a plain loop in tests/train/metrics."""
+    data = load_set(DataConfig(name=str(folder), ranked=90), "labels")
+    held_out = held_out_rows(data, "test")
+    assert 45 <= held_out.num_rows <= 90, "evenly spread over all positives"
+    assert held_out["clicked"].values.all()
+    clicked = set()
+    for split in ("train", "validation"):
+        rows = rows_of(data.folder, split)
+        names = ("user_id", "item_id", "clicked")
+        columns = np.stack([rows[name].values for name in names])
+        clicked |= set(map(tuple, columns[:2, columns.all(0)].T.astype(int).tolist()))
+    users = held_out["user_id"].values
+    asked = question_of(data, "test", held_out, [("hr", 10)]).question
+    found = zip(users[asked.seen_rows], asked.seen_items.tolist(), strict=True)
+    assert set(found) == {pair for pair in clicked if pair[0] in users}
+    assert asked.targets.tolist() == held_out["item_id"].values.tolist()
 
 
 def put(place: Path, name: str, *value: Any) -> None:

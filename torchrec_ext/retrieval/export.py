@@ -473,7 +473,8 @@ class _Content:
                 write_array_header_1_0(file, header)
                 for _, start, values in pieces:
                     _check_table(name, start, values)
-                    (values if half else values.float()).numpy().tofile(file)
+                    # Not tofile(), whose error on a full disk does not say so.
+                    file.write((values if half else values.float()).numpy().data)
                     self.progress(
                         f"rows of table {name}", start + len(values), shape.size[0]
                     )
