@@ -138,6 +138,10 @@ class NamedUsers:
         owners = positions = np.zeros(0, np.int64)
         if self.seen_ids is not None:
             flat = pc.list_flatten(self.seen_ids)
+            # SQL's list() of a LEFT JOIN has a null for a user without items.
+            is_id = flat.is_valid()
+            owners = pc.list_parent_indices(self.seen_ids).filter(is_id).to_numpy()
+            flat = flat.filter(is_id)
             numbers = pa.types.is_integer(flat.type)
             try:
                 positions = items.positions(
@@ -145,7 +149,6 @@ class NamedUsers:
                 )
             except ValueError as error:
                 raise BundleError(f"users: seen_ids: {error}") from None
-            owners = pc.list_parent_indices(self.seen_ids).to_numpy()
         is_there = positions >= 0
         counts = np.bincount(owners[is_there], minlength=len(self.ids))
         ends = np.concatenate([[0], np.cumsum(counts)])

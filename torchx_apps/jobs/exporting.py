@@ -27,7 +27,8 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoint
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import model_state
-from torchx_apps.jobs.report import program, read_warning, stage_lines
+from torchrec_ext.train.report.progress import stage_lines
+from torchx_apps.jobs.report import program, read_warning
 from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
 from torchx_apps.jobs.setup import (
     as_loaded,

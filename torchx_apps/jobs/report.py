@@ -6,8 +6,7 @@ import json
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -228,24 +227,3 @@ def read_warning(run: Path) -> dict[str, str]:
     """Reads the warning of :func:`finish_training`: ``{"warning": ...}``, or an empty dict."""
     summary = summary_of(run)
     return {"warning": summary["warning"]} if "warning" in summary else {}
-
-
-_EVERY_S = 10.0
-
-
-def stage_lines(runtime: Runtime, app: str) -> Callable[[str, int, int], None]:
-    """Returns a function that says how far a stage of work is, on rank 0, by a line every ten seconds.
-
-    Args:
-        runtime: this rank's runtime.
-        app: name that the lines begin with.
-    """
-    due = time.monotonic() + _EVERY_S
-
-    def say(stage: str, done: int, total: int) -> None:
-        nonlocal due
-        if runtime.is_main and time.monotonic() >= due:
-            due = time.monotonic() + _EVERY_S
-            print(f"{app}: {stage}, {done:,} of {total:,}", flush=True)
-
-    return say

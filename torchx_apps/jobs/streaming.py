@@ -123,6 +123,10 @@ def run_stream(job: Job, options: StreamOptions) -> None:
                 checkpoints=checkpoints,
                 observer=predictions,
             )
+        if not events.events and not stop():
+            raise ValueError(
+                f"data.folder={job.data.folder}: had no event to train on; a log's files end in .jsonl or .ndjson"
+            )
         print(f"\n{events.events:,} events so far")
         if publisher.newest is not None:
             print(f"bundle: {publisher.newest}")

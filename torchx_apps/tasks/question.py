@@ -17,6 +17,7 @@ from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
+from torchrec_ext.train.report.progress import stage_lines
 
 # Items of a recommendation that is printed, and of what the user took before.
 K = 10
@@ -56,7 +57,14 @@ class TaskQuestion:
         )
         items = batches_of(builder.item_batch, builder.items.num_rows, runtime)
         hits = metrics.model_hits(
-            model, runtime, queries, items, self.question, k=self.k, towers=towers
+            model,
+            runtime,
+            queries,
+            items,
+            self.question,
+            k=self.k,
+            towers=towers,
+            progress=stage_lines(runtime, "evaluation"),
         )
         return metrics.ranking_metrics(hits, self.figures)
 

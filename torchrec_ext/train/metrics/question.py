@@ -275,6 +275,7 @@ def model_hits(
     *,
     k: int = 10,
     towers: Sequence[str] = ("user", "item"),
+    progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Hits:
     """Ranks by a model; every rank must call it and gets the hits of all queries.
 
@@ -289,6 +290,7 @@ def model_hits(
         question: targets, and items to leave out or to rank.
         k: number of first places, the greatest of the figures to compute.
         towers: names of the query's towers, in the model's order, and last of the items' tower.
+        progress: called with the stage, this rank's queries so far, and all of them.
 
     Raises:
         ValueError: a score is NaN, or the batches have another number of queries than the question.
@@ -301,6 +303,7 @@ def model_hits(
         width, most = 1 + question.candidates.shape[1], _PAIRS_PER_BLOCK
     gains = [torch.zeros(0, k, device=runtime.device)]
     for block in _blocks(len(own[0]), width, most):
+        progress("queries ranked", block.start, len(own[0]))
         outputs = [output[block] for output in own]
         ids = question.ids(slice(start + block.start, start + block.stop))
         if ids is None:

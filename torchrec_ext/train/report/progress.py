@@ -27,6 +27,8 @@ from torchrec_ext.train.config import Record
 
 # Steps to sum in one go: fewer small operations on the device.
 _STEPS_PER_SUM = 32
+# Between the lines of a stage of work.
+_EVERY_S = 10.0
 _Item = TypeVar("_Item")
 
 
@@ -328,3 +330,21 @@ def _event_writer() -> Any:
             "the run folder's TensorBoard events need the extra 'report': pip install 'torchrec-ext[report]'"
         ) from None
     return SummaryWriter
+
+
+def stage_lines(runtime: Runtime, app: str) -> Callable[[str, int, int], None]:
+    """Returns a function that says how far a stage of work is, on rank 0, by a line every ten seconds.
+
+    Args:
+        runtime: this rank's runtime.
+        app: name that the lines begin with.
+    """
+    due = time.monotonic() + _EVERY_S
+
+    def say(stage: str, done: int, total: int) -> None:
+        nonlocal due
+        if runtime.is_main and time.monotonic() >= due:
+            due = time.monotonic() + _EVERY_S
+            print(f"{app}: {stage}, {done:,} of {total:,}", flush=True)
+
+    return say
