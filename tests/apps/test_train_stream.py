@@ -299,6 +299,16 @@ def test_a_log_is_trained_to_its_end_and_published(
     assert bundle.manifest.content["items"]["rows"] <= 59
 
 
+def test_a_log_without_an_event_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "day.parquet").write_bytes(b"PAR1")
+    arguments = flags(tmp_path / "log", tmp_path / "run", "--data.until_idle_s=0.1")
+    assert train_stream.main(arguments) == 1
+    assert "had no event to train on" in capsys.readouterr().err
+
+
 def of_whole(log: Path, run: Path) -> list[str]:
     """The words of the run of :func:`whole`."""
     arguments = flags(log, run, "--data.until_idle_s=0.1", "--publish-s=0")

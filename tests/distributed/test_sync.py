@@ -20,6 +20,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import (
     WHOLE_WEIGHTS,
     Averager,
+    LocalSGD,
     SyncConfig,
     synchronised,
 )
@@ -328,3 +329,11 @@ def test_settings_that_cannot_be_or_would_do_nothing_are_refused(
     with pytest.raises(ValueError) as error:
         SyncConfig(**fields)
     assert str(error.value) == told
+
+
+def test_the_optimizer_of_another_model_is_refused() -> None:
+    with Runtime.start("cpu") as runtime:
+        model, _ = made(runtime, "data_parallel")
+        _, other = made(runtime, "data_parallel")
+        with pytest.raises(ValueError, match="another model's layers"):
+            LocalSGD(model, other, every=8)

@@ -248,6 +248,8 @@ def test_a_column_cannot_be_sparse_and_dense() -> None:
     )
     with pytest.raises(ValueError, match=r"columns \['age'\] appear twice"):
         BatchSchema.from_tables([table], dense=["age"])
+    with pytest.raises(ValueError, match=r"give a list of names, \['age'\]"):
+        BatchSchema.from_tables([table], dense="age")
 
 
 @pytest.mark.parametrize(

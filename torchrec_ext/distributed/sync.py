@@ -301,6 +301,12 @@ class LocalSGD(EveryStep):
         self._model = model
         self._optimizer: HybridOptimizer | LocalOptimizers
         if _is_hybrid(optimizer):
+            moved = map(id, optimizer.dense_parameters)
+            if not set(moved) <= set(map(id, model.parameters())):
+                raise ValueError(
+                    "LocalSGD: the optimizer moves another model's layers; give model and optimizer of one "
+                    "hybrid_parallel()"
+                )
             self._optimizer = optimizer
         else:
             self._optimizer = LocalOptimizers(model, optimizer)

@@ -128,6 +128,8 @@ class BatchSchema:
             out_of_range: see :class:`BatchSchema`.
             oov_ids: out-of-vocabulary row by feature name; row 0 by default.
         """
+        if isinstance(dense, str):
+            raise ValueError(f"dense={dense!r}: give a list of names, [{dense!r}]")
         tables = merge_tables(tables)
         shared = frozenset(shared)
         return cls(

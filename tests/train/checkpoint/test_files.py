@@ -62,6 +62,11 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> list[str]:
     return [checkpointer.folder.path(step) for step in steps]
 
 
+def test_no_checkpointer_removes_all_that_it_saves(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep=0: must be 1 or more"):
+        Checkpointer(str(tmp_path), HERE, keep=0)
+
+
 def values(model: Any) -> set[float]:
     return {
         float(value)

@@ -67,6 +67,8 @@ class Checkpointer:
     def __init__(self, folder: str, runtime: Runtime, *, keep: int = 3) -> None:
         self.folder = CheckpointFolder(folder)
         self._runtime = runtime
+        if keep < 1:
+            raise ValueError(f"Checkpointer: keep={keep}: must be 1 or more")
         self._keep = keep
         self.together = CheckpointRanks(runtime)
         self._running: _Save | None = None
