@@ -8,14 +8,16 @@ import importlib.util
 import io
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.adopt.pairs import Pairs, logistic
+from tests.adopt.pairs import D, Pairs, logistic
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, Uniform, adopt, verify
 from torchrec_ext.adopt.rows.rows import RowsOnDevice
 from torchrec_ext.capture import executors
@@ -121,6 +123,60 @@ def test_ids_that_later_steps_write_into_do_not_repeat(
         found.append(losses + losses_of(made.step, made.rows, 2))
     assert "captured since" in made.step.describe()
     assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
+class Concatenated(nn.Module):
+    """A layer over what is looked up by ids that repeat, by others, and a column of numbers that repeats."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, D)
+        self.change, self.top = change, nn.Linear(8 + D + 8, 6)
+
+    def forward(self, user: Tensor, item: Tensor, context: Tensor) -> Tensor:
+        rows = torch.cat([self.user(user), self.item(item), context], 1)
+        self.change(rows)
+        return self.top(rows).tanh().sum(1)  # type: ignore[no-any-return]
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "read": lambda rows: None,
+    "written": lambda rows: rows[1].mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    columns = {
+        "user": torch.randint(USERS, (40,), generator=generator),
+        "item": torch.randint(ITEMS, (40,), generator=generator),
+        "context": torch.randn(40, 8, generator=generator),
+    }
+    multiplied: list[Any] = []
+
+    def compile_graph(graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is F.linear:
+                multiplied.append(tuple(node.meta["example_value"].shape))
+        return graph
+
+    monkeypatch.setattr(executors, "compile_graph", compile_graph)
+    found = []
+    for way in ("off", "require"):
+        torch.manual_seed(0)
+        model = Concatenated(CHANGES[change])
+        negatives = Uniform(ITEMS, draws=4, exclude=("item", "item"))
+        rows = Rows(columns, 8, negatives=negatives, seed=3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = adopt(model, optimizer, logistic(model), compile=way)  # type: ignore[arg-type]
+        found.append((losses_of(step, rows, 4), model.state_dict()))
+    (eager, weights), (captured, others) = found
+    assert captured == pytest.approx(eager, abs=2e-6)
+    torch.testing.assert_close(others, weights, rtol=0, atol=1e-5)
+    assert ((8, 6) in multiplied) == (change == "read")
 
 
 def test_an_epoch_of_other_batches_is_refused() -> None:

@@ -456,6 +456,7 @@ def _step_of(
     """Returns the step as a function of a batch, or of the rows of one that is made inside."""
     memory, loss, clip_norm = update.memory, user_step.loss, user_step.clip_norm
     count, zero = memory.count, memory.zero
+    is_exact = user_step.autocast_dtype() is None
     masks = update.masks
     parts = []
     # The parameter itself: Dynamo finds it in the user's module too, and it must be one input of the graph.
@@ -471,7 +472,7 @@ def _step_of(
         for part, table in zip(parts, tables, strict=False):
             if table is not None:
                 late.append((part.weight, table))
-        with StepReads(late, repeats=repeats, masks=masks):
+        with StepReads(late, repeats=repeats, is_exact=is_exact, masks=masks):
             value, output = loss_and_output(loss(*batch))
         return the_loss(value), output
 

@@ -20,6 +20,10 @@ from torchrec_ext.capture.memory import Read, RowTable
 _ONE = tuple(inspect.signature(F.embedding).parameters)
 _BAG = tuple(inspect.signature(F.embedding_bag).parameters)
 _MASK = 2**16  # elements, those of 256 features by 256: larger masks are of other kinds
+_SAVED = 8.0  # columns: below it a second product costs more than it saves
+# Operations that a GPU makes in the 10 us of the five more kernels that two products
+# are, at 50 TFLOP/s. By data sheets, not measured.
+_SAVED_ON_GPU = 2**29
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -78,12 +82,24 @@ def constant_masks(model: nn.Module) -> list[ConstantMask]:
     return masks
 
 
+class _Columns(NamedTuple):
+    """Columns of a matrix (B, n) in which every row of ``rows`` stands ``repeats`` times, one after the other."""
+
+    rows: Tensor
+    repeats: int
+
+
 class StepReads(TorchFunctionMode):
-    """Reads rows of late tables, each once where the batch repeats it and nothing was written in place before.
+    """Reads rows of late tables, each once where the batch repeats it.
+
+    Rows that stand several times in a batch are multiplied by a layer's weights once, and the products are repeated. A
+    matrix of such rows, be it a column of the batch, what is looked up by one, or a concatenation with others, is
+    followed as far as the layer that reads it, unless something is written in place before.
 
     Args:
         tables: the weights of late tables with their tables.
         repeats: tensors of the batch that repeat each value along their first dimension, with how often.
+        is_exact: whether a sum of two products is that of one, as it is without autocast.
         masks: masks whose choice of elements is known, so that masked_select by them has a fixed shape.
     """
 
@@ -92,26 +108,45 @@ class StepReads(TorchFunctionMode):
         tables: Sequence[tuple[Tensor, RowTable]],
         *,
         repeats: Sequence[tuple[Tensor, int]] = (),
+        is_exact: bool = True,
         masks: Sequence[ConstantMask] = (),
     ) -> None:
         super().__init__()
         self._tables = tables
         self._masks = masks
-        self._repeats = repeats
+        self._repeats = list(repeats)
+        self._is_exact = is_exact
+        self._matrices: list[tuple[Tensor, list[_Columns]]] = []
+        for leaf, count in repeats:
+            if leaf.dim() == 2 and leaf.is_floating_point():
+                rows = leaf.view(-1, count, leaf.shape[1])[:, 0]
+                self._matrices.append((leaf, [_Columns(rows, count)]))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls ``func``, but for a look-up and a choice by a known mask."""
+        """Calls ``func``, but for a look-up, a choice by a known mask and a layer on repeated rows."""
         kwargs = kwargs or {}
         if func is F.embedding or func is F.embedding_bag:
             return self._look_up(func, args, kwargs)
         if func is torch.masked_select or func is Tensor.masked_select:
             return self._masked_select(func, args, kwargs)
-        # It may write into ids, which then need not repeat.
-        if self._repeats and (_writes(func) or "out" in kwargs):
-            self._repeats = []
-        return func(*args, **kwargs)
+        if not self._repeats:
+            return func(*args, **kwargs)
+        if func is F.linear and len(args) > 1 and args[1].dim() == 2:
+            columns = self._columns(args[0])
+            if self._is_exact and _pays(columns, args[0], args[1]):
+                return _linear(columns, *args[1:], **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.cat and args:
+            self._note_concatenation(result, *args, **kwargs)
+        # A write in place may be into anything that is followed. F.dropout takes its inplace=True by place, too.
+        is_in_place = False
+        for each in args:
+            is_in_place = is_in_place or each is True
+        if is_in_place or "out" in kwargs or kwargs.get("inplace") or _writes(func):
+            self._forget()
+        return result
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Chooses elements by their positions where a mask of the model chooses them in each matrix of a batch."""
@@ -123,6 +158,10 @@ class StepReads(TorchFunctionMode):
                     return flat.index_select(-1, known.positions).flatten()
         return func(*args, **kwargs)
 
+    def _forget(self) -> None:
+        self._matrices = []
+        self._repeats = []
+
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         is_bag = func is F.embedding_bag
         named = look_up_arguments(func, args, kwargs)
@@ -131,7 +170,12 @@ class StepReads(TorchFunctionMode):
         if repeats > 1:
             named["input"] = ids.view(-1, repeats, *ids.shape[1:])[:, 0]
         rows = self._rows(func, named, is_bag)
-        return rows if repeats == 1 else rows.repeat_interleave(repeats, 0)
+        if repeats == 1:
+            return rows
+        result = rows.repeat_interleave(repeats, 0)
+        if rows.dim() == 2:
+            self._matrices.append((result, [_Columns(rows, repeats)]))
+        return result
 
     def _repeats_of(self, named: Mapping[str, Any]) -> int:
         """Returns how often ids of a look-up repeat each value along their first dimension."""
@@ -154,6 +198,63 @@ class StepReads(TorchFunctionMode):
             return look_up(read, named, ids, is_bag)
         # A sparse gradient has no kernel of inductor's; a dense one moves the same rows.
         return func(**{**named, "input": ids, "sparse": False})  # type: ignore[no-any-return]
+
+    def _columns(self, matrix: Any) -> list[_Columns]:
+        """Returns the columns of a matrix with repeated rows; empty without any."""
+        for known, columns in self._matrices:
+            if known is matrix:
+                return columns
+        return []
+
+    def _note_concatenation(
+        self, result: Any, tensors: Sequence[Any], dim: int = 0, **_: Any
+    ) -> None:
+        """Follows repeated columns into a matrix of several matrices beside each other."""
+        if dim not in (1, -1):
+            return
+        columns: list[_Columns] = []
+        repeats = False
+        for each in tensors:
+            if not isinstance(each, Tensor) or each.dim() != 2:
+                return
+            known = self._columns(each)
+            repeats = repeats or bool(known)
+            columns += known or [_Columns(each, 1)]
+        if repeats:
+            self._matrices.append((result, columns))
+
+
+def _pays(columns: list[_Columns], matrix: Tensor, weight: Tensor) -> bool:
+    """Whether a layer on a matrix (B, n) is cheaper with each repeated row multiplied once."""
+    saved = 0.0
+    for column in columns:
+        saved += column.rows.shape[1] * (1 - 1 / column.repeats)
+    if not weight.is_cuda:
+        return saved >= _SAVED
+    # A product, and in the backward two.
+    return 6 * saved * matrix.shape[0] * weight.shape[0] >= _SAVED_ON_GPU
+
+
+def _linear(
+    columns: list[_Columns], weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Returns a layer's output (B, m), each repeated row multiplied once; the bias is added once."""
+    blocks = torch.split(weight, [column.rows.shape[1] for column in columns], 1)
+    total = bias
+    # Columns that repeat alike are one product.
+    for repeats in sorted({column.repeats for column in columns}, reverse=True):
+        rows = []
+        weights = []
+        for column, block in zip(columns, blocks, strict=False):
+            if column.repeats == repeats:
+                rows.append(column.rows)
+                weights.append(block)
+        product = F.linear(torch.cat(rows, 1), torch.cat(weights, 1))
+        if repeats > 1:
+            product = product.repeat_interleave(repeats, 0)
+        total = product if total is None else product + total
+    assert total is not None
+    return total
 
 
 def look_up_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
