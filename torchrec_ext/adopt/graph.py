@@ -35,9 +35,8 @@ from torchrec_ext.observe.user_lines import (
 
 LossFunction = Callable[..., Any]
 
-MOST_STATES = (
-    16  # states of the user's Python that are traced before all steps stay eager
-)
+# States of the user's Python that are traced before all steps stay eager.
+MOST_STATES = 16
 _NUMBERS = itertools.count()
 _WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
 

@@ -21,7 +21,6 @@ from torchrec_ext.modules.session_encoder import Position, SessionEncoder, from_
 from torchrec_ext.modules.tower import Activation, Padded, Vectors, check_tables, mlp
 
 BST_WIDTHS = (1024, 512, 256)
-_UNEQUAL = "features of one step of a session must be equally many"
 
 
 class SessionSteps(nn.Module):
