@@ -185,11 +185,17 @@ def test_plain_values_are_read_as_arrow_reads_them(
 
 
 @pytest.mark.parametrize("one_hash", [False, True])
-@pytest.mark.parametrize("many", [1, 200], ids=["by index", "by Arrow's table"])
+@pytest.mark.parametrize("many", [1, 200])
+@pytest.mark.parametrize("few", [0, 300], ids=["by Arrow's table", "by index"])
 @pytest.mark.parametrize("dtype", [pa.string(), pa.large_string(), pa.int64()])
 def test_a_vocabulary_knows_its_values_and_no_others(
-    dtype: pa.DataType, many: int, one_hash: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: pa.DataType,
+    few: int,
+    many: int,
+    one_hash: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(categorical, "_FEW", few)
     if one_hash:
         monkeypatch.setattr(
             categorical, "_hashes", lambda texts: np.full(len(texts), 7)

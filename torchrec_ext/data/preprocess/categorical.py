@@ -77,24 +77,32 @@ class Vocabulary:
 
     def _ids(self, values: Any) -> Int64:
         is_text = not isinstance(values, np.ndarray)
-        # For many values Arrow's table of the vocabulary, which it makes anew each time,
-        # costs less than it saves.
-        if len(self.values) + _CALL < _TABLE * len(values):
+        # For many values Arrow's table of the vocabulary, which it makes anew each time, costs less than it saves.
+        if len(self.values) + _FEW < 3 * len(values):
             array = text_array(values) if is_text else pa.array(values)
             places = pc.index_in(array.cast(self.values.type), self.values)
-            ids: Int64 = places.fill_null(-1).to_numpy().astype(np.int64) + 1
-            return ids
+            # Null is -1 here, so it is 0.
+            return places.fill_null(-1).to_numpy().astype(np.int64) + 1  # type: ignore[no-any-return]
         ordered, ids = self._index
         if not len(ordered):
             return np.zeros(len(values), dtype=np.int64)
         # Texts are found by their hashes, which take 8 bytes each and no object.
         texts = words(values) if is_text else []
         keys = _hashes(texts) if is_text else values
+        # In ascending order a search finds the memory of the one before in the cache.
+        ascending = keys.argsort()
+        slots = np.empty_like(ascending)
+        slots[ascending] = ordered.searchsorted(keys[ascending])
         # Beyond the last value: any place does, since the value there is another.
-        places = np.minimum(ordered.searchsorted(keys), len(ordered) - 1)
-        found: Int64 = ids[places] * (ordered[places] == keys)
+        slots = slots.clip(max=len(ordered) - 1)
+        found: Int64 = ids[slots] * (ordered[slots] == keys)
         # Equal hashes do not make equal texts.
-        for row in found.nonzero()[0].tolist() if is_text else ():
+        rows = found.nonzero()[0][: len(texts)]
+        if len(rows) > _FEW:
+            theirs = self.values.take(pa.array(found[rows] - 1))
+            same = pc.equal(theirs, text_array(values).take(pa.array(rows)))
+            rows = rows[~same.to_numpy(zero_copy_only=False)]
+        for row in rows:
             if self.values[int(found[row]) - 1].as_py() != texts[row]:
                 found[row] = self.values.index(texts[row]).as_py() + 1
         return found
@@ -116,12 +124,8 @@ class Vocabulary:
         return ordered, ids
 
 
-# Values of a vocabulary for each value, below which Arrow's table is made: it takes 60 ns
-# a value and 40 a text, and the index 230 a text.
-_TABLE = 3
-# Values for which the table takes as long as Arrow's call itself, 20 us.
-_CALL = 300
-
+# Values that are found one by one in less time than a call of Arrow's takes.
+_FEW = 30
 _TEXTS_AT_ONCE = 65_536
 
 
