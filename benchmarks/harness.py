@@ -288,15 +288,14 @@ def in_turn(
 class Trainings:
     """Several trainings of one process in turn, each a call of `train()` in a thread of its own that waits its turn.
 
-    A side is a function of ``stop`` that calls ``train(..., stop=stop)``: `train()` asks `stop` after every step on
-    every rank, which is where a side waits. So a step is what a command runs, with its checks, its
-    pipeline and its loader, and what is decided once (whether to capture steps, say) is decided once.
+    A side is a function of ``stop`` that calls ``train(..., stop=stop)``: `train()` asks `stop` after every step, on
+    several ranks whenever they meet, which is where a side waits. So a step is what a command runs, with its checks,
+    pipeline and loader, and what is decided once (whether to capture steps, say) is decided once.
 
     Args:
         sides: trainings by name; more epochs than all turns take.
         before: called on every rank before a side has its turn, as a barrier.
-        loaders: by side, the loader whose batches are counted as its steps, where `stop` is asked at other times too:
-            under local SGD and DiLoCo, whenever ranks meet.
+        loaders: by side of several ranks, the loader whose batches are counted as its steps.
     """
 
     def __init__(

@@ -196,7 +196,7 @@ def searched(items, interaction, turns):
     with tempfile.TemporaryDirectory() as folder:
         bundle = make(Path(folder), items, interaction)
         queries = bundle.query.embed(questions(items, number))
-        opened, attribute = open_search(bundle), bundle.items.attribute("share")
+        opened, attribute = open_search(bundle), bundle.items.attributes["share"]
         sides = {"ours": lambda each: opened.search(queries[each], K)}
         if interaction == "dot":
             sides["filter of 1.00%"] = lambda each: opened.search(

@@ -147,8 +147,9 @@ def every_step(runtime, options):
     """Seconds of a step of ranks that meet in every one, of one turn."""
     quieten_libraries()
     task = load_task(job_of(SyncConfig(), 2, options.quick), runtime)
-    side, _ = trained(runtime, SyncConfig(), options.quick, task)
-    trainings = Trainings({"every step": side}, before=dist.barrier)
+    side, loader = trained(runtime, SyncConfig(), options.quick, task)
+    loaders = {"every step": loader}
+    trainings = Trainings({"every step": side}, before=dist.barrier, loaders=loaders)
     steps = 5 if options.quick else 200
     times = trainings.seconds_per_step(steps, 1, warm_up=20)
     trainings.close()

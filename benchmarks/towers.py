@@ -21,6 +21,7 @@ from itertools import cycle
 import torch
 import torch.distributed as dist
 from harness import (
+    Counted,
     Repeated,
     Trainings,
     command_line,
@@ -182,22 +183,27 @@ def trained(runtime, quick, config):
     options = {"optimizer": OPTIMIZER, "batch_size": len(own[0])}
     plan = plan_sharding(made, runtime, table_wise, **options)
     sharded, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=OPTIMIZER)
-    loader = Repeated(own)
-    return lambda stop: train(sharded, optimizer, loader, runtime, config, stop=stop)
+    loader = Counted(Repeated(own))
+
+    def side(stop):
+        train(sharded, optimizer, loader, runtime, config, stop=stop)
+
+    return side, loader
 
 
 def measured(runtime, options):
     one = alone(options.quick)
     on_one_rank = one if runtime.is_main else lambda: None
-    config = TrainConfig(epochs=1)
+    sharded, loader = trained(runtime, options.quick, TrainConfig(epochs=1))
     sides = {
         "one process": looping(on_one_rank),
         "two of them": looping(one),
         "towers on ranks": looping(on_ranks_of_their_own(runtime, options.quick)),
-        "towers, sharded tables instead": trained(runtime, options.quick, config),
+        "towers, sharded tables instead": sharded,
     }
-    trainings = Trainings(sides, before=dist.barrier)
-    steps = 4 if options.quick else 8
+    loaders = {"towers, sharded tables instead": loader}
+    trainings = Trainings(sides, before=dist.barrier, loaders=loaders)
+    steps = 4 if options.quick else 16
     times = trainings.seconds_per_step(steps, options.turns, warm_up=6)
     trainings.close()
     return times
@@ -217,7 +223,7 @@ def captured(options):
     with one_rank() as runtime:
         sides = {
             "eager": looping(alone(options.quick)),
-            "captured": trained(runtime, options.quick, config),
+            "captured": trained(runtime, options.quick, config)[0],
         }
         trainings = Trainings(sides)
         steps = 4 if options.quick else 16
