@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.contracts import run_ranks
 from tests.ids.dictionary import Dictionary, drifting
 from torchrec_ext.batch import Fresh
-from torchrec_ext.capture.executors import as_it_is, inductor
+from torchrec_ext.capture.executors import as_it_is, fused_cuda_graph, inductor
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.ids.index import EMPTY, IdIndex
@@ -129,7 +129,7 @@ def test_ranks_change_nothing() -> None:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(
             _same(one[key], other[key]) for key in one
@@ -141,13 +141,15 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def equal_compiled(engine: Any) -> int:
-    """Compares look-ups of an engine with others, evictions and a load on the way, and returns how many it made."""
+def equal_compiled(engine: Any, device: str = "cpu") -> int:
+    """Compares look-ups of an engine with those of the host, evictions and a load on the way; returns their number."""
     policies = {
         "a": Dynamic(capacity=60, admit_after=2, ttl=40),
         "b": Dynamic(capacity=40),
     }
-    ids, compiled_ids = (DynamicIds(policies, every=2) for _ in range(2))
+    ids, compiled_ids = (
+        DynamicIds(policies, every=2, device=place) for place in ("cpu", device)
+    )
     runs = []
 
     def made(*step: Any) -> Any:
@@ -168,11 +170,12 @@ def equal_compiled(engine: Any) -> int:
             each.step(batch) for each in (ids, compiled_ids)
         )
         for name in policies:
-            assert torch.equal(rows[name], others[name])
-        assert str(notes) == str(other_notes)
+            assert others[name].device == torch.empty(0, device=device).device
+            assert torch.equal(rows[name], others[name].cpu())
+        assert _same(notes, other_notes)
         if number == 60:
             compiled_ids.load_state_dict(copy.deepcopy(compiled_ids.state_dict()))
-    assert str(ids.state_dict()) == str(compiled_ids.state_dict())
+    assert _same(ids.state_dict(), compiled_ids.state_dict())
     assert ids.counts == compiled_ids.counts
     assert ids.counts["evicted"] > 100
     return len(runs)
@@ -188,6 +191,30 @@ def test_look_ups_that_are_compiled_find_and_count_the_same() -> None:
 @pytest.mark.filterwarnings("ignore:table 'b'")
 def test_look_ups_of_inductor_find_and_count_the_same() -> None:
     assert 80 < equal_compiled(inductor) < 100
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:table 'b'", "ignore:the kernels of the captured")
+@pytest.mark.parametrize("engine", [fused_cuda_graph, as_it_is])
+def test_look_ups_on_a_gpu_equal_those_on_the_host(engine: Any) -> None:
+    assert 80 < equal_compiled(engine, "cuda") < 100
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:the kernels of the captured")
+def test_between_two_admissions_no_step_waits_for_a_gpu() -> None:
+    ids = DynamicIds({"a": Dynamic(capacity=50)}, every=8, device="cuda")
+    ids.compile_look_ups(fused_cuda_graph)
+    batch = {"a": torch.arange(20, device="cuda")}
+    for _ in range(9):
+        ids.step(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(6):
+            rows, _ = ids.step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert rows["a"].unique().numel() == 20
 
 
 @pytest.mark.unit

@@ -41,19 +41,19 @@ Engine = Callable[
 class DynamicIds:
     """Gives the ids of several tables rows; every rank has all of it, and all ranks call each method together.
 
-    Ids are in the host's memory, and are exchanged over gloo, also where the job has NCCL.
+    Ranks exchange ids over gloo, also where the job has NCCL.
 
     Args:
         tables: settings of each table, by name.
         every: steps between two admissions; meanwhile new ids wait and read row 0. An admission costs about a
-            millisecond whatever it admits: 8 pays where steps are short or ranks several.
+            millisecond whatever it admits: 8 pays where steps are short or ranks several, 64 on a GPU. Until then a
+            look-up takes 17 bytes.
+        device: where ids are looked up and rows are returned; the host unless given. Between two admissions no step
+            waits for a GPU.
 
     Attributes:
         ranks: the ranks that share the ids.
         now: number of steps so far.
-        counts: numbers of ``lookups`` in training, of those that read row 0 (``unknown``), of ids ``admitted``,
-            ``evicted`` and ``refused`` (no row was free that this step does not read); of this rank for the first two,
-            else of all.
 
     Example:
         >>> ids = DynamicIds({"item": Dynamic(capacity=4)})
@@ -69,6 +69,7 @@ class DynamicIds:
         tables: Mapping[str, Dynamic],
         *,
         every: int = 1,
+        device: torch.device | str | None = None,
     ) -> None:
         if not tables:
             raise ValueError(
@@ -79,28 +80,40 @@ class DynamicIds:
         self._every = every
         self.ranks = IdRanks()
         self.now = 0
-        self.counts = dict.fromkeys(
+        self._counts = dict.fromkeys(
             ("lookups", "unknown", "admitted", "evicted", "refused"), 0
         )
-        self._no_ids = torch.empty(0, dtype=torch.int64)
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
+        # Look-ups of this rank that were not read yet: table, id, whether it has no row; (n,).
+        self._looked_up: list[tuple[Tensor, Tensor, Tensor]] = []
         # Look-ups of this rank that found no row since the last admission: table, id,
         # number; (n, 3).
         self._waiting = self._no_ids.view(0, 3)
         capacities = [policy.capacity for policy in tables.values()]
-        self._starts = torch.tensor([0, *accumulate(capacities[:-1])])
+        self._starts = self._no_ids.new_tensor([0, *accumulate(capacities[:-1])])
         # One memory for all tables, because each step writes into those of all.
-        self._sightings = torch.zeros(sum(capacities), dtype=torch.int32)
+        self._sightings = self._no_ids.new_zeros(sum(capacities), dtype=torch.int32)
         self._seen = torch.zeros_like(self._sightings)
         parts = (
             torch.split(self._sightings, capacities),
             torch.split(self._seen, capacities),
         )
         self._tables = list(map(RowPool, tables, tables.values(), *parts))
-        self._index = _empty_index(self._tables)
+        self._index = IdIndex(capacities, self._no_ids.device)
         self._engine: Engine | None = None
         self._compiled_lines: Tensor | None = None
         self._runs: dict[tuple[int, ...], LookUps | None] = {}
         self._last_counts: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of ``lookups`` in training, of those that read row 0 (``unknown``), and of ids.
+
+        Ids are ``admitted``, ``evicted`` or ``refused`` (no row was free that this step does not read). Look-ups are
+        those of this rank, ids those of all.
+        """
+        self._read_look_ups()
+        return self._counts
 
     @property
     def names(self) -> list[str]:
@@ -114,11 +127,13 @@ class DynamicIds:
 
     def figures(self) -> dict[str, float]:
         """Returns the figures of a record: ``ids_live`` and the counts, and the share of look-ups that read row 0."""
-        figures: dict[str, float] = {"ids_live": sum(self.live.values())}
-        for name in ("admitted", "evicted", "refused"):
-            figures[f"ids_{name}"] = self.counts[name]
-        figures["ids_unknown"] = self.counts["unknown"] / max(1, self.counts["lookups"])
-        return figures
+        counts = self.counts
+        names = ("admitted", "evicted", "refused")
+        return {
+            "ids_live": sum(self.live.values()),
+            **{f"ids_{name}": counts[name] for name in names},
+            "ids_unknown": counts["unknown"] / max(1, counts["lookups"]),
+        }
 
     def live_ids(self, table: str) -> tuple[Tensor, Tensor]:
         """Returns the ids of a table that have a row, and their rows, ascending; (n,) int64 each."""
@@ -145,8 +160,11 @@ class DynamicIds:
         for name in ids:
             self._table(name)
         _check_ids(ids)
-        pieces = [ids.get(name, self._no_ids).reshape(-1) for name in self.names]
-        return torch.cat(pieces), self._index.layout(list(map(len, pieces)))
+        pieces = [
+            ids.get(name, self._no_ids).reshape(-1).to(self._no_ids.device)
+            for name in self.names
+        ]
+        return torch.cat(pieces), self._index.layout(tuple(map(len, pieces)))
 
     @torch.no_grad()
     def step(
@@ -164,26 +182,25 @@ class DynamicIds:
         flat, layout = self._flat(ids)
         self.now += not again
         rows = self._counted(flat, layout)
-        missing = (rows == 0).nonzero().squeeze(1)
-        self.counts["lookups"] += len(flat)
-        self.counts["unknown"] += len(missing)
-        # A look-up of EMPTY would find an empty place, so it never gets a row.
-        missing = missing[flat[missing] != EMPTY]
-        new = [layout.table[missing], flat[missing], torch.ones_like(missing)]
-        self._waiting = torch.cat([self._waiting, torch.stack(new, dim=1)])
+        # As they are now: the caller may write into them.
+        is_unknown = rows == 0
+        self._counts["lookups"] += len(flat)
+        self._looked_up.append((layout.table, flat, is_unknown))
         changes = {
             name: Fresh(name, self._no_ids, self._no_ids, self._no_ids)
             for name in self.names
         }
         if self.now % self._every == 0:
+            self._read_look_ups()
             waiting = self._waiting
             self._waiting = waiting[:0]
             # Often nothing waits, as where a model looks the same ids up twice.
             if len(waiting) or self.ranks.several:
                 found = self._rows_of_waiting(waiting, changes)
                 # The last of those that waited are this batch's.
+                missing = _missing(flat, is_unknown)
                 rows[missing] = found[len(found) - len(missing) :]
-                self.counts["unknown"] -= int((rows[missing] > 0).sum())
+                self._counts["unknown"] -= int((rows[missing] > 0).sum())
             self._expire(changes)
         notes = []
         for note in changes.values():
@@ -201,6 +218,17 @@ class DynamicIds:
         """
         self._engine = engine
 
+    def _read_look_ups(self) -> None:
+        """Adds the look-ups without a row since the last call to those that wait, and counts them; waits for a GPU."""
+        if not self._looked_up:
+            return
+        table, ids, is_unknown = map(torch.cat, zip(*self._looked_up, strict=True))
+        self._looked_up = []
+        self._counts["unknown"] += int(is_unknown.sum())
+        missing = _missing(ids, is_unknown)
+        new = [table[missing], ids[missing], torch.ones_like(missing)]
+        self._waiting = torch.cat([self._waiting, torch.stack(new, dim=1)])
+
     def _counted(self, ids: Tensor, layout: Layout) -> Tensor:
         """Returns the rows of all ids, 0 for one without a row, and counts them."""
         run = self._run_of(layout)
@@ -209,7 +237,7 @@ class DynamicIds:
         rows = self._index.find(ids, layout)
         places = rows + self._starts[layout.table]
         # Expanded, not repeated: a tensor of ones would be read from memory.
-        one = torch.ones((), dtype=torch.int32)
+        one = self._sightings.new_ones(())
         self._sightings.scatter_add_(0, places, one.expand(len(places)))
         self._seen.index_fill_(0, places, self.now)
         return rows
@@ -232,17 +260,18 @@ class DynamicIds:
 
     def _compiled(self, engine: Engine, layout: Layout) -> LookUps | None:
         """Compiles the look-ups of a layout; None if the engine cannot."""
-        memory = [self._index.lines, self._sightings, self._seen]
-        fixed = [layout.first, layout.size, self._starts[layout.table]]
-        now = torch.tensor(0, dtype=torch.int32)
-        run = engine(
-            found_and_counted, memory, [torch.zeros_like(fixed[0]), *fixed, now]
-        )
+        starts = self._starts[layout.table]
+        memory = [self._index.lines, layout.first, layout.size, starts]
+        memory += [self._sightings, self._seen]
+        now = self._seen.new_zeros(())
+        run = engine(found_and_counted, memory, [torch.zeros_like(layout.first), now])
         if run is None:
             return None
 
         def rows(ids: Tensor) -> Tensor:
-            return run([ids, *fixed, now.fill_(self.now)])[0]
+            # A CUDA graph has addresses alone, so this keeps what lies there.
+            assert memory
+            return run([ids, now.fill_(self.now)])[0]
 
         return rows
 
@@ -282,15 +311,22 @@ class DynamicIds:
         chosen = (total >= table.policy.admit_after).nonzero().squeeze(1)
         free = self._take(table, len(chosen), changes)
         refused = len(chosen) - len(free)
-        self.counts["refused"] += refused
-        _warn_of_refused(table, self.now, refused)
+        self._counts["refused"] += refused
+        # Once for a table: where one step is too large, the next ones are too.
+        if refused and not table.has_warned:
+            table.has_warned = True
+            warnings.warn(
+                f"table '{table.name}': capacity={table.policy.capacity:,} is below what step {self.now:,} needs: "
+                f"{refused:,} new ids read row 0 and were not admitted; make the table larger",
+                stacklevel=2,
+            )
         # In the order of ids, so that all ranks refuse the same ones.
         chosen = chosen[: len(free)]
         rows[chosen] = free
         table.give(free, ids[chosen], sightings[chosen], self.now)
         note = changes[table.name]
         changes[table.name] = note._replace(rows=free, ids=ids[chosen])
-        self.counts["admitted"] += len(free)
+        self._counts["admitted"] += len(free)
         waits = rows == 0
         table.candidates.add(ids[waits], total[waits])
         return rows
@@ -309,7 +345,7 @@ class DynamicIds:
         ids = table.release(rows)
         number = torch.full_like(ids, self._tables.index(table))
         self._index.remove(ids, self._index.of(number))
-        self.counts["evicted"] += len(rows)
+        self._counts["evicted"] += len(rows)
         note = changes[table.name]
         evicted = torch.cat([note.evicted, ids])
         changes[table.name] = note._replace(evicted=evicted)
@@ -322,11 +358,12 @@ class DynamicIds:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later steps depend on, alike on every rank; changes nothing of it. Collective."""
+        self._read_look_ups()
         waiting, _ = _sum_equal(self._waiting)
         tables = {table.name: table.state_dict(self.ranks) for table in self._tables}
         return {
             "now": self.now,
-            "counts": dict(self.counts),
+            "counts": dict(self._counts),
             "waiting": self.ranks.gather(waiting),
             "tables": tables,
         }
@@ -340,8 +377,9 @@ class DynamicIds:
         saved = state["tables"]
         _check_saved_tables(saved, self._tables)
         self.now = state["now"]
-        self.counts = dict(state["counts"])
-        waiting = state["waiting"].clone()
+        self._counts = dict(state["counts"])
+        self._looked_up = []
+        waiting = state["waiting"].to(self._no_ids.device, copy=True)
         # Tables are numbered as they were given, which may be another order than before.
         numbers = list(map(self.names.index, saved))
         waiting[:, 0] = waiting.new_tensor(numbers)[waiting[:, 0]]
@@ -349,7 +387,7 @@ class DynamicIds:
         if not self.ranks.is_first:
             waiting = waiting[:0]
         self._waiting = waiting
-        self._index = _empty_index(self._tables)
+        self._index.clear()
         for number, table in enumerate(self._tables):
             table.load_state_dict(saved[table.name], is_first=self.ranks.is_first)
             rows = table.live_rows()
@@ -358,24 +396,24 @@ class DynamicIds:
 
 def found_and_counted(
     lines: Tensor,
-    sightings: Tensor,
-    seen: Tensor,
-    ids: Tensor,
     first: Tensor,
     size: Tensor,
     start: Tensor,
+    sightings: Tensor,
+    seen: Tensor,
+    ids: Tensor,
     now: Tensor,
 ) -> list[Tensor]:
     """Returns the rows of ids, and counts them, as :meth:`DynamicIds._counted` does, for a compiler.
 
     Args:
         lines: see :attr:`IdIndex.lines`.
-        sightings: sightings of the rows of all tables, written.
-        seen: the step at which each was seen last, written.
-        ids: (n,) int64.
         first: see :class:`Layout`.
         size: see :class:`Layout`.
         start: number of the rows of earlier tables, (n,) int64.
+        sightings: sightings of the rows of all tables, written.
+        seen: the step at which each was seen last, written.
+        ids: (n,) int64.
         now: number of this step, () int32.
     """
     rows = found(lines, ids, first, size)
@@ -385,8 +423,10 @@ def found_and_counted(
     return [rows]
 
 
-def _empty_index(tables: Sequence[RowPool]) -> IdIndex:
-    return IdIndex([table.policy.capacity for table in tables])
+def _missing(ids: Tensor, is_unknown: Tensor) -> Tensor:
+    """Returns the places of ids without a row, but of none that can have one, (n,) int64."""
+    # A look-up of EMPTY would find an empty place, so it never gets a row.
+    return (is_unknown & (ids != EMPTY)).nonzero().squeeze(1)
 
 
 def _by_table(
@@ -409,18 +449,6 @@ def _check_ids(ids: Mapping[str, Tensor]) -> None:
                 f"table '{name}': ids are {kind}, must be an int64 tensor; convert them where they are read, strings "
                 "by string_ids()"
             )
-
-
-def _warn_of_refused(table: RowPool, step: int, count: int) -> None:
-    # Once for a table: where one step is too large, the next ones are too.
-    if not count or table.has_warned:
-        return
-    table.has_warned = True
-    warnings.warn(
-        f"table '{table.name}': capacity={table.policy.capacity:,} is below what step {step:,} needs: {count:,} new "
-        "ids read row 0 and were not admitted; make the table larger",
-        stacklevel=3,
-    )
 
 
 def _check_saved_tables(saved: Mapping[str, Any], tables: Sequence[RowPool]) -> None:
@@ -453,7 +481,7 @@ def _sum_equal(triples: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, T
     ids = torch.unique(both[:, 1], return_inverse=True)[1]
     keys = both[:, 0] * len(both) + ids
     pairs, places = torch.unique(keys, return_inverse=True)
-    sums = torch.empty(len(pairs), 3, dtype=torch.int64)
+    sums = triples.new_empty(len(pairs), 3)
     sums[places] = both
     sums[:, 2] = 0
     sums[:, 2].index_add_(0, places[: len(triples)], triples[:, 2])

@@ -62,13 +62,16 @@ class DynamicEmbeddings:
     ) -> None:
         self._optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self._modules: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
+        device = None
         for path, policy in tables.items():
-            self._modules[path] = _embedding(model, path, policy, self._optimizers)
+            module = _embedding(model, path, policy, self._optimizers)
+            device = module.weight.device
+            self._modules[path] = module
         self._moments = {
             path: (module.weight.detach().mean(), module.weight.detach().std())
             for path, module in self._modules.items()
         }
-        self.ids = DynamicIds(tables, every=every)
+        self.ids = DynamicIds(tables, every=every, device=device)
         self._is_new_step = True
         # Weights that this step has read, with their versions.
         self._versions: dict[str, tuple[Tensor, int]] = {}
@@ -115,7 +118,7 @@ class DynamicEmbeddings:
         for note in notes:
             self._begin_rows(note)
         self._versions[path] = _version(module.weight)
-        # The index is in the host's memory, and rows go back to where the ids are.
+        # The model may have moved since.
         return rows[path].to(ids.device)
 
     def _check_versions(self, path: str) -> None:

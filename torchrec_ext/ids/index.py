@@ -59,31 +59,41 @@ class IdIndex:
 
     Args:
         sizes: number of ids that each table will hold; a table that outgrows it is rebuilt with more buckets.
+        device: where the index is; ids to look up must be there.
 
     Attributes:
         lines: the buckets, (N, 8) int64.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], device: torch.device | None = None
+    ) -> None:
+        self._device = device
         self._buckets = [
             max(2, math.ceil(size / (_WAYS * _MOST_FULL))) for size in sizes
         ]
-        self._allocate()
+        self.clear()
 
-    def _allocate(self) -> None:
+    def clear(self) -> None:
+        """Removes all ids."""
         starts = [sum(self._buckets[:table]) for table in range(len(self._buckets))]
-        self._first = torch.tensor(starts)
-        self._size = torch.tensor(self._buckets)
-        self.lines = torch.zeros(sum(self._buckets), _WORDS, dtype=torch.int64)
+        self._first = torch.tensor(starts, device=self._device)
+        self._size = self._first.new_tensor(self._buckets)
+        self.lines = self._first.new_zeros(sum(self._buckets), _WORDS)
         self.lines[:, :_WAYS] = EMPTY
         # The same memory as single words: ids by 64 bits, values by 32.
         self._words = self.lines.view(-1)
         self._halves = self.lines.view(torch.int32).view(-1)
+        self._layout = self.of(self._first[:0])
 
-    def layout(self, counts: Sequence[int]) -> Layout:
+    def layout(self, counts: tuple[int, ...]) -> Layout:
         """Returns the layout of look-ups of ``counts[t]`` ids of table t, one table after the other."""
-        of_ids = self.of(torch.repeat_interleave(torch.tensor(counts)))
-        return of_ids._replace(counts=tuple(counts))
+        # Most batches have that of the one before, and making it waits for a device.
+        if self._layout.counts != counts:
+            table = torch.repeat_interleave(torch.tensor(counts))
+            of_ids = self.of(table.to(self._first.device))
+            self._layout = of_ids._replace(counts=counts)
+        return self._layout
 
     def of(self, table: Tensor) -> Layout:
         """Returns the layout of look-ups of ids of ``table``, (N,) int64."""
@@ -91,19 +101,12 @@ class IdIndex:
 
     def find(self, ids: Tensor, layout: Layout) -> Tensor:
         """Returns the value of each id, (N,) int64; 0 for an id that is not there."""
-        values = self._values_in(_first_bucket(mixed(ids), layout), ids)
-        # Insertions prefer the first bucket, so few ids are left, and most of the time
-        # goes into reading lines.
-        rest = (values == 0).nonzero().squeeze(1)
-        rest_ids = ids.index_select(0, rest)
-        of_rest = Layout(
-            layout.table.index_select(0, rest),
-            layout.first.index_select(0, rest),
-            layout.size.index_select(0, rest),
+        one, two = buckets_of(ids, layout)
+        values = self._values_in(one, ids)
+        # Of an id that is there, the line that has just been read.
+        return values + self._values_in(two.where(values == 0, one), ids) * (
+            values == 0
         )
-        second = buckets_of(rest_ids, of_rest)[1]
-        values.index_copy_(0, rest, self._values_in(second, rest_ids))
-        return values
 
     def _values_in(self, buckets: Tensor, ids: Tensor) -> Tensor:
         """Returns the value of each id in its bucket, (N,) int64; 0 for an id that is not there."""
@@ -171,7 +174,7 @@ class IdIndex:
         ids = self._words[_id_word(slots)]
         values = self._halves[_value_word(slots)].long()
         self._buckets[table] = math.ceil(self._buckets[table] * _GROWTH)
-        self._allocate()
+        self.clear()
         self.insert(ids, tables, values)
 
 
@@ -185,31 +188,23 @@ def found(lines: Tensor, ids: Tensor, first: Tensor, size: Tensor) -> Tensor:
         size: see :class:`Layout`.
     """
     halves = lines.view(torch.int32)
-
-    def values_in(buckets: Tensor) -> Tensor:
-        values = torch.zeros_like(ids)
+    one, two = buckets_of(ids, Layout(first, first, size))
+    values = torch.zeros_like(ids)
+    for bucket in (one, two):
+        # Of an id that is there, the line that has just been read.
+        buckets = torch.where(values != 0, one, bucket)
         for way in range(_WAYS):
             value = halves[buckets, _FIRST_VALUE + way].long()
             values = torch.where(lines[buckets, way] == ids, value, values)
-        return values
-
-    one, two = buckets_of(ids, Layout(first, first, size))
-    values = values_in(one)
-    is_there = values != 0
-    # Of an id that is there, the line that has just been read.
-    return torch.where(is_there, values, values_in(torch.where(is_there, one, two)))
+    return values
 
 
 def buckets_of(ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Returns the two buckets of each id, never the same."""
     hashes = mixed(ids)
-    one = _first_bucket(hashes, layout)
+    one = layout.first + (((hashes & 0xFFFFFFFF) * layout.size) >> 32)
     two = one + 1 + ((shifted(hashes, 32) * (layout.size - 1)) >> 32)
     return one, torch.where(two >= layout.first + layout.size, two - layout.size, two)
-
-
-def _first_bucket(hashes: Tensor, layout: Layout) -> Tensor:
-    return layout.first + (((hashes & 0xFFFFFFFF) * layout.size) >> 32)
 
 
 def _id_word(slots: Tensor) -> Tensor:
@@ -226,6 +221,6 @@ def _one_each(buckets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns an order that puts equal buckets beside each other, and whether each is the first of its bucket there."""
     order = torch.argsort(buckets, stable=True)
     in_order = buckets[order]
-    leads = torch.ones(len(buckets), dtype=torch.bool)
+    leads = torch.ones_like(buckets, dtype=torch.bool)
     leads[1:] = in_order[1:] != in_order[:-1]
     return order, leads

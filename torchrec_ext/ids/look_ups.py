@@ -47,7 +47,7 @@ class LookUp:
 
 
 def raw_ids(path: str, module: nn.Module, ids: Any) -> Tensor:
-    """Returns the ids that an embedding is called with as int64 in the host's memory; padding is the reserved id.
+    """Returns the ids that an embedding is called with as int64; padding is the reserved id.
 
     Raises:
         ValueError: ids that are no whole numbers.
@@ -61,7 +61,7 @@ def raw_ids(path: str, module: nn.Module, ids: Any) -> Tensor:
         raise ValueError(
             f"'{path}': ids are {ids.dtype}, must be whole numbers; convert them where they are read"
         )
-    raw = ids.long().cpu()
+    raw = ids.long()
     if module.padding_idx is not None:
         raw = torch.where(raw == 0, EMPTY, raw)
     return raw

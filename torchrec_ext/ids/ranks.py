@@ -22,6 +22,8 @@ def _are_several() -> bool:
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Concatenates the rows (n_r, ...) of all ranks of ``group``; their numbers n_r may differ. Collective."""
+    if not _are_several():
+        return rows
     count = torch.tensor([len(rows)], device=rows.device)
     counts = count.new_zeros(dist.get_world_size(group))
     dist.all_gather_into_tensor(counts, count, group=group)
@@ -47,18 +49,14 @@ class IdRanks:
         self.several = _are_several()
         self.is_first = not self.several or dist.get_rank() == 0
 
-    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        """Returns ``numbers``, in place their sum over the ranks."""
+    def reduced(self, numbers: Tensor, op: str = "SUM") -> Tensor:
+        """Returns ``numbers``, in place their sum over the ranks, or by ``MAX`` the greatest of them."""
         if self.several:
-            dist.all_reduce(numbers, dist.ReduceOp.SUM, group=self._group)
-        return numbers
-
-    def greatest(self, numbers: Tensor) -> Tensor:
-        """Returns ``numbers``, in place the greatest of the ranks."""
-        if self.several:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+            on_host = numbers.cpu()
+            dist.all_reduce(on_host, getattr(dist.ReduceOp, op), group=self._group)
+            numbers.copy_(on_host)
         return numbers
 
     def gather(self, rows: Tensor) -> Tensor:
         """Returns the (n, 3) int64 rows of all ranks, one rank after the other; n may differ."""
-        return gather_rows(rows, self._group) if self.several else rows
+        return gather_rows(rows.cpu(), self._group).to(rows.device)

@@ -35,7 +35,7 @@ class Candidates:
         if not self._sightings:
             return sightings
         earlier = [self._sightings.pop(each, 0) for each in ids.tolist()]
-        return sightings + torch.tensor(earlier, dtype=torch.int64)
+        return sightings + sightings.new_tensor(earlier)
 
     def add(self, ids: Tensor, sightings: Tensor) -> None:
         """Adds ids that were taken out; the oldest are forgotten where there are too many."""
@@ -93,7 +93,7 @@ class RowPool:
         self._score = torch.zeros_like(seen, dtype=torch.float32)
         # Rows are given out in a permuted order, so this counts the first of them.
         self._used = 1
-        self._freed = torch.empty(0, dtype=torch.int64)
+        self._freed = self.id_of[:0]
 
     @property
     def live(self) -> int:
@@ -121,7 +121,7 @@ class RowPool:
         The most frequent ids come first: in ascending order, the first rank of a row-wise table would hold them all.
         """
         last = min(self._used + count, self.policy.capacity)
-        places = torch.arange(self._used, last)
+        places = torch.arange(self._used, last, device=self._freed.device)
         self._used = last
         return spread_rows(places, self.policy.capacity)
 
@@ -148,7 +148,7 @@ class RowPool:
         can_go = (self.id_of != EMPTY) & (self._seen < now)
         count = min(count, int(can_go.sum()))
         if not count:
-            return torch.empty(0, dtype=torch.int64)
+            return self._freed[:0]
         rank = self._seen.double()
         if self.policy.evict == "lfu":
             # Without this, yesterday's ids would make today's go, each seen once so
@@ -174,8 +174,8 @@ class RowPool:
 
     def score_sightings(self, ranks: IdRanks) -> None:
         """Adds the sightings of all ranks to the scores: integers, so that ranks do not matter. Collective."""
-        ranks.sum_over_ranks(self._sightings)
-        ranks.greatest(self._seen)
+        ranks.reduced(self._sightings)
+        ranks.reduced(self._seen, "MAX")
         # Look-ups that found no row are sightings of row 0.
         lookups = int(self._sightings.sum())
         self._lookups += lookups
@@ -188,8 +188,8 @@ class RowPool:
         return {
             "ids": self.id_of.clone(),
             "score": self._score.clone(),
-            "seen": ranks.greatest(self._seen.clone()),
-            "sightings": ranks.sum_over_ranks(self._sightings.clone()),
+            "seen": ranks.reduced(self._seen.clone(), "MAX"),
+            "sightings": ranks.reduced(self._sightings.clone()),
             "used": self._used,
             "lookups": self._lookups,
             **self.candidates.state_dict(),

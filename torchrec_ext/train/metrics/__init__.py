@@ -16,7 +16,6 @@ from torchrec_ext.train.metrics.shares import (
     PaddedRows,
     Recommender,
     embed_all,
-    gather_uneven_rows,
     own_share,
 )
 
@@ -29,7 +28,6 @@ __all__ = [
     "Recommender",
     "classification_names",
     "embed_all",
-    "gather_uneven_rows",
     "hits_by",
     "model_hits",
     "own_share",
