@@ -121,7 +121,6 @@ def main(argv: list[str] | None = None) -> int:
     flag = parser.add_argument
     flag("--install", action="store_true", help="run that line first")
     flag("--stack", choices=TRIPLES, help="another triple, by its torch")
-    flag("--no-import", action="store_true", help="do not import torchrec (seconds)")
     flags = parser.parse_args(argv)
     current = stack.installed()
     try:
@@ -145,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     for wrong in mismatches(current, variant, triple).values():
         print(f"WRONG {wrong}")
     line = repair(current, variant, triple)
-    if not (line or flags.no_import or probe()):
+    if not (line or probe()):
         line = (
             f"{_PIP} uninstall --yes torch {FBGEMM_NAME[variant]} torchrec && {again}"
         )

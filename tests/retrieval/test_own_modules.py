@@ -343,7 +343,10 @@ def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None
 
 
 @torch.no_grad()
-def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(
+    dtype: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     sizes = {
         "user": (USERS, ["user"], PoolingType.SUM),
@@ -363,7 +366,7 @@ def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
         DLRMTrain(DLRM_DCN(EmbeddingBagCollection(tables=tables), 6, [D], [8, 1], 2, 4))
         for _ in range(2)
     )
-    numbers = COLUMNS["profile"]
+    numbers = (4 * COLUMNS["profile"]).astype(dtype)
     queries = table(["user", "history"]).append_column(
         "dense_features", [numbers.tolist()]
     )
@@ -393,7 +396,7 @@ def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
         ["user", "item", "history"], torch.cat(ids), lengths=lengths
     )
     expected = model.model.eval()(
-        torch.from_numpy(numbers)[[7] * ITEMS], features
+        torch.from_numpy(numbers).float()[[7] * ITEMS], features
     ).flatten()
     torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-6)
     # Another model's weights in the same graphs, which an export proves.

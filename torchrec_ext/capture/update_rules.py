@@ -59,7 +59,13 @@ def _adam(
     second = second * beta2 + grad * grad * (1 - beta2)
     size = lr / debiased(beta1, step)
     scale = 1 / debiased(beta2, step).sqrt()
-    return values - size * first / (second.sqrt() * scale + choice.eps), [first, second]
+    updated = values - size * first / (second.sqrt() * scale + choice.eps)
+    if choice.kind == "adam":
+        return updated, [first, second]
+    # A lazy one moves nothing of a row without a gradient.
+    moves = gradient_row_mask(grad)
+    moments = map(torch.where, [moves, moves], [first, second], state)
+    return torch.where(moves, updated, values), [*moments]
 
 
 def debiased(beta: float, step: Tensor) -> Tensor:
@@ -74,23 +80,6 @@ def debiased(beta: float, step: Tensor) -> Tensor:
     return -torch.tanh(power / 2) * (1 + torch.exp(power))
 
 
-def _lazy_adam(
-    values: Tensor,
-    grad: Tensor,
-    state: list[Tensor],
-    step: Tensor,
-    lr: Tensor,
-    choice: Choice,
-) -> tuple[Tensor, list[Tensor]]:
-    updated, moments = _adam(values, grad, state, step, lr, choice)
-    has_gradient = gradient_row_mask(grad)
-    kept_moments = [
-        torch.where(has_gradient, new, old)
-        for new, old in zip(moments, state, strict=True)
-    ]
-    return torch.where(has_gradient, updated, values), kept_moments
-
-
 def _adagrad(
     values: Tensor,
     grad: Tensor,
@@ -100,21 +89,14 @@ def _adagrad(
     choice: Choice,
 ) -> tuple[Tensor, list[Tensor]]:
     (total,) = state
-    total = total + grad * grad
-    return values - lr * grad / (total.sqrt() + choice.eps), [total]
-
-
-def _row_wise_adagrad(
-    values: Tensor,
-    grad: Tensor,
-    state: list[Tensor],
-    step: Tensor,
-    lr: Tensor,
-    choice: Choice,
-) -> tuple[Tensor, list[Tensor]]:
-    (total,) = state
-    total = total + (grad * grad).mean(dim=1).view(total.shape)
-    return values - lr * grad / (total.sqrt().view(-1, 1) + choice.eps), [total]
+    squares = grad * grad
+    if choice.kind == "adagrad":
+        total = total + squares
+        root = total.sqrt()
+    else:
+        total = total + squares.mean(dim=1).view(total.shape)
+        root = total.sqrt().view(-1, 1)
+    return values - lr * grad / (root + choice.eps), [total]
 
 
 def _sgd(
@@ -130,9 +112,9 @@ def _sgd(
 
 UPDATES: dict[str, Update] = {
     "adam": _adam,
-    "lazy_adam": _lazy_adam,
+    "lazy_adam": _adam,
     "adagrad": _adagrad,
-    "row_wise_adagrad": _row_wise_adagrad,
+    "row_wise_adagrad": _adagrad,
     "sgd": _sgd,
 }
 

@@ -512,8 +512,11 @@ class OwnNetwork(Network):
         inputs = []
         for name in columns:
             # A DLRM pools lists of any length.
-            pools = isinstance(self.model, DLRM) and name != _DENSE
+            is_dlrm = isinstance(self.model, DLRM)
+            pools = is_dlrm and name != _DENSE
             dtype, shape = _kind_of(name, raw[name], given, any_length=pools)
+            if is_dlrm and not pools:
+                dtype = "float32"
             self._dtypes[name] = dtype
             inputs.append(
                 Leaf(

@@ -7,6 +7,7 @@ ranks, and a resumed run draws the same as an uninterrupted one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -112,13 +113,12 @@ class UniformNegatives(Negatives):
         seed: seed of the draws.
     """
 
-    def __init__(
-        self, num_items: int, users: Int64, items: Int64, seed: int = 0
-    ) -> None:
-        super().__init__(num_items, users, items, seed)
+    @cached_property
+    def log_q_of(self) -> Float32:
+        """The log-probability of each of a user's draws, by :meth:`KnownPairs.row_of`."""
         # Of a user who has taken all items it is infinite, and no draw is made.
         with np.errstate(divide="ignore"):
-            self.log_q_of = -np.log(self.known.num_free).astype(np.float32)
+            return -np.log(self.known.num_free).astype(np.float32)
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""

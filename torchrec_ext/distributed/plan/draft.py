@@ -51,11 +51,15 @@ class PlanError(ValueError):
 
 
 class Request(NamedTuple):
-    """A request to the planner: tables, their optimizers by name, and TorchRec's ``constraints`` by name."""
+    """A request to the planner: tables, their optimizers and TorchRec's constraints by name.
+
+    ``by_host`` says whether some table is sharded by host.
+    """
 
     tables: list[BaseEmbeddingConfig]
     choices: dict[str, Choice]
     constraints: dict[str, ParameterConstraints]
+    by_host: bool
 
     @classmethod
     def of(
@@ -94,7 +98,7 @@ class Request(NamedTuple):
             constraint = _constraint(table, choice, runtime, by_host=by_host)
             if constraint is not None:
                 constraints[table.name] = constraint
-        return cls(tables, choices, constraints)
+        return cls(tables, choices, constraints, by_host)
 
 
 def draft(
@@ -133,11 +137,7 @@ def draft(
     # TorchRec logs it by the root logger, whose other messages are the user's.
     logging.getLogger().addFilter(_not_of_replicated_tables)
     try:
-        requested_types: set[str] = set()
-        for constraint in request.constraints.values():
-            requested_types.update(constraint.sharding_types or ())
-        by_host = not requested_types.isdisjoint(BY_HOST)
-        return planner.plan(model, sharders(by_host=by_host))
+        return planner.plan(model, sharders(by_host=request.by_host))
     except PlannerError as error:
         raise PlanError(_refusal(error, request, topology)) from None
     except RuntimeError as error:

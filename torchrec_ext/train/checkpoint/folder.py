@@ -422,7 +422,7 @@ def newest_good(
         if wrong is None:
             return path
         if together.rank == 0:
-            say(f"checkpoint step {step}: {wrong}; the one before it is used")
+            say(f"checkpoint step {step}: {wrong}; it is left out")
     return None
 
 
