@@ -33,6 +33,7 @@ from torchrec_ext.adopt import Rows, Uniform, adopt
 from torchrec_ext.adopt.rows.rows import RowsOnDevice
 from torchrec_ext.capture import executors, policy
 from torchrec_ext.distributed import row_rule
+from torchrec_ext.ids import Dynamic, DynamicIds
 from torchx_apps.recipes import RECIPES
 
 FILE = Path(__file__).parents[1] / "kernels.json"
@@ -132,6 +133,18 @@ def test_an_adopted_step_has_no_more_kernels(
     monkeypatch.setattr(policy, "HAS_TRITON", True)
     adopted(shape, draws=draws, monkeypatch=monkeypatch)
     held(f"adopted {shape}, {'drawn inside' if draws else 'given'}", kernels)
+
+
+@pytest.mark.filterwarnings("ignore:the kernels of the captured step")
+def test_look_ups_of_dynamic_ids_have_no_more_kernels(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "HAS_TRITON", True)
+    ids = DynamicIds(dict.fromkeys("abcd", Dynamic(capacity=900)), device="cuda")
+    ids.compile_look_ups(executors.fused_cuda_graph)
+    for _ in range(3):
+        ids.step(dict(zip("abcd", torch.arange(1_024).cuda().view(4, -1), strict=True)))
+    held("look-ups of dynamic ids", kernels)
 
 
 @pytest.mark.parametrize("by_rows", [False, True], ids=["whole tables", "by rows"])
