@@ -132,6 +132,18 @@ def test_memory_files_and_device_give_the_same_batches(
         assert others[-1][0].labels.device.type == device.type
 
 
+def test_candidates_of_all_ranks_have_numbers_of_their_own() -> None:
+    rows, numbers = rows_of(SIZE), []
+    for rank in range(2):
+        options: Any = {"negatives": 0, "catalogue": True, "shuffle": False}
+        loader = loader_of(rows, rows, rank=rank, world_size=2, **options)
+        loader.hook.replace = lambda bags, of: numbers.extend(of.rows.tolist()) or bags
+        next(iter(loader))
+    candidates = sorted(number for number in numbers if number < 0)
+    assert candidates == list(range(-len(candidates), 0))
+    assert len(candidates) >= ITEMS
+
+
 @pytest.mark.parametrize("negatives", [0, 2])
 def test_a_positive_has_the_labels_of_all_tasks_and_a_drawn_item_none(
     negatives: int,

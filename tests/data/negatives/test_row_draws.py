@@ -23,6 +23,9 @@ def columns(items: range = range(ITEMS)) -> dict[str, torch.Tensor]:
     user[: ITEMS - 1] = 0
     item = rng.integers(0, ITEMS, ROWS)
     item[: ITEMS - 1] = np.arange(ITEMS - 1)
+    # The last user has the first and the last one, and all free ones lie between.
+    user[-600:] = USERS
+    item[-600:] = [0, ITEMS - 1] * 300
     numbers = torch.from_numpy(item) * items.step + items.start
     return {"user": torch.from_numpy(user), "item": numbers}
 
