@@ -116,6 +116,19 @@ def test_a_run_ends_after_a_number_of_events_or_when_it_is_asked_to(
     assert (len(asked), ending.events) == (2, 20)
 
 
+def test_a_batch_of_two_reads_is_no_larger_than_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    slow = loader(tmp_path)
+    further = iter([12])
+
+    def more_come() -> None:
+        for count in further:
+            write(tmp_path, count, "b")
+
+    slow.waiting = more_come
+    assert [len(rows(batch)[0]) for batch in slow] == [10, 5]
+
+
 def test_a_batch_is_cut_after_some_seconds(tmp_path: Path) -> None:
     write(tmp_path, 3)
     late = threading.Timer(0.15, write, (tmp_path, 12, "b"))
