@@ -218,6 +218,17 @@ def test_between_two_admissions_no_step_waits_for_a_gpu() -> None:
 
 
 @pytest.mark.unit
+def test_an_id_that_was_absent_for_some_steps_still_counts_as_seen() -> None:
+    ids = DynamicIds({"a": Dynamic(capacity=50, admit_after=2)})
+    found = []
+    for values in ([7, 8], [1, 2, 3], [4, 5], [7, 6]):
+        rows, _ = ids.step({"a": torch.tensor(values)})
+        found.append(rows["a"].gt(0).tolist())
+    assert found[-1] == [True, False]
+    assert not any(map(any, found[:-1]))
+
+
+@pytest.mark.unit
 def test_look_ups_that_cannot_be_compiled_stay_as_they_are() -> None:
     ids = _ids(20)
     ids.compile_look_ups(lambda *_: None)
