@@ -157,9 +157,15 @@ class DynamicIds:
 
     def _flat(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
         """Returns the ids of all tables one after the other, and their layout."""
-        for name in ids:
+        for name, values in ids.items():
             self._table(name)
-        _check_ids(ids)
+            is_tensor = isinstance(values, Tensor)
+            kind = values.dtype if is_tensor else f"a {type(values).__name__}"
+            if kind != torch.int64:
+                raise ValueError(
+                    f"table '{name}': ids are {kind}, must be an int64 tensor; convert them "
+                    "where they are read, strings by string_ids()"
+                )
         pieces = [
             ids.get(name, self._no_ids).reshape(-1).to(self._no_ids.device)
             for name in self.names
@@ -186,10 +192,7 @@ class DynamicIds:
         is_unknown = rows == 0
         self._counts["lookups"] += len(flat)
         self._looked_up.append((layout.table, flat, is_unknown))
-        changes = {
-            name: Fresh(name, self._no_ids, self._no_ids, self._no_ids)
-            for name in self.names
-        }
+        changes = {name: Fresh(name, *[self._no_ids] * 3) for name in self.names}
         if self.now % self._every == 0:
             self._read_look_ups()
             waiting = self._waiting
@@ -260,9 +263,8 @@ class DynamicIds:
 
     def _compiled(self, engine: Engine, layout: Layout) -> LookUps | None:
         """Compiles the look-ups of a layout; None if the engine cannot."""
-        starts = self._starts[layout.table]
-        memory = [self._index.lines, layout.first, layout.size, starts]
-        memory += [self._sightings, self._seen]
+        memory = [self._index.lines, layout.first, layout.size]
+        memory += [self._starts[layout.table], self._sightings, self._seen]
         now = self._seen.new_zeros(())
         run = engine(found_and_counted, memory, [torch.zeros_like(layout.first), now])
         if run is None:
@@ -336,9 +338,8 @@ class DynamicIds:
         missing = count - table.free
         if missing > 0:
             table.score_sightings(self.ranks)
-            least = table.policy.capacity // EVICTED_OF
-            rows = table.lowest(max(missing, least), self.now)
-            self._remove(table, rows, changes)
+            most = max(missing, table.policy.capacity // EVICTED_OF)
+            self._remove(table, table.lowest(most, self.now), changes)
         return table.take(count)
 
     def _remove(self, table: RowPool, rows: Tensor, changes: dict[str, Fresh]) -> None:
@@ -347,8 +348,7 @@ class DynamicIds:
         self._index.remove(ids, self._index.of(number))
         self._counts["evicted"] += len(rows)
         note = changes[table.name]
-        evicted = torch.cat([note.evicted, ids])
-        changes[table.name] = note._replace(evicted=evicted)
+        changes[table.name] = note._replace(evicted=torch.cat([note.evicted, ids]))
 
     def _expire(self, changes: dict[str, Fresh]) -> None:
         for table in self._tables:
@@ -437,18 +437,6 @@ def _by_table(
     pieces = torch.split(rows, [shape.numel() for shape in shapes.values()])
     views = map(Tensor.view, pieces, shapes.values())
     return dict(zip(shapes, views, strict=True))
-
-
-def _check_ids(ids: Mapping[str, Tensor]) -> None:
-    for name, values in ids.items():
-        kind = (
-            values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        )
-        if kind != torch.int64:
-            raise ValueError(
-                f"table '{name}': ids are {kind}, must be an int64 tensor; convert them where they are read, strings "
-                "by string_ids()"
-            )
 
 
 def _check_saved_tables(saved: Mapping[str, Any], tables: Sequence[RowPool]) -> None:

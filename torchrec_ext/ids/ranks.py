@@ -22,8 +22,6 @@ def _are_several() -> bool:
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Concatenates the rows (n_r, ...) of all ranks of ``group``; their numbers n_r may differ. Collective."""
-    if not _are_several():
-        return rows
     count = torch.tensor([len(rows)], device=rows.device)
     counts = count.new_zeros(dist.get_world_size(group))
     dist.all_gather_into_tensor(counts, count, group=group)
@@ -59,4 +57,6 @@ class IdRanks:
 
     def gather(self, rows: Tensor) -> Tensor:
         """Returns the (n, 3) int64 rows of all ranks, one rank after the other; n may differ."""
+        if not self.several:
+            return rows
         return gather_rows(rows.cpu(), self._group).to(rows.device)

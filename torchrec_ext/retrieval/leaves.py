@@ -515,8 +515,8 @@ class OwnNetwork(Network):
             is_dlrm = isinstance(self.model, DLRM)
             pools = is_dlrm and name != _DENSE
             dtype, shape = _kind_of(name, raw[name], given, any_length=pools)
-            if is_dlrm and not pools:
-                dtype = "float32"
+            # A network of numbers takes whole ones too.
+            dtype = "float32" if is_dlrm and not pools else dtype
             self._dtypes[name] = dtype
             inputs.append(
                 Leaf(

@@ -16,6 +16,7 @@ from torchrec_ext.train.metrics.shares import (
     PaddedRows,
     Recommender,
     embed_all,
+    gather_uneven_rows,
     own_share,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "Recommender",
     "classification_names",
     "embed_all",
+    "gather_uneven_rows",
     "hits_by",
     "model_hits",
     "own_share",

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.ids.ranks import gather_rows
+from torchrec_ext.train.metrics.shares import gather_uneven_rows
 
 
 def classification_names(*, calibrated: bool) -> list[str]:
@@ -79,7 +79,7 @@ class ClassificationMetrics:
         Every rank must call it, and holds some 150 bytes for each row of all ranks while it sorts.
         """
         own_rows = torch.cat(self._rows).to(runtime.device)
-        logits, labels, weights = gather_rows(own_rows).unbind(1)
+        logits, labels, weights = gather_uneven_rows(own_rows, runtime).unbind(1)
         classes = torch.stack([weights * labels, weights * (1 - labels)])
         positive, negative = classes.sum(1).tolist()
         loss = binary_cross_entropy_with_logits(

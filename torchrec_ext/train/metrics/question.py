@@ -12,13 +12,13 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.ids.ranks import gather_rows
 from torchrec_ext.train.metrics.hits import Hits, first_gains
 from torchrec_ext.train.metrics.shares import (
     Kept,
     Recommender,
     embed_all,
     embed_own,
+    gather_uneven_rows,
     own_start,
 )
 
@@ -313,4 +313,4 @@ def model_hits(
             outputs.append(catalogue[ids.clamp(min=0).flatten().to(catalogue.device)])
             scores = model.interaction(outputs).view(ids.shape)
         gains.append(question.gains(scores, start + block.start, k))
-    return question.hits(gather_rows(torch.cat(gains)).cpu())
+    return question.hits(gather_uneven_rows(torch.cat(gains), runtime).cpu())

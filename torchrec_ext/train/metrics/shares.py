@@ -85,7 +85,7 @@ def embed_all(
     model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime
 ) -> Tensor:
     """Returns one tower's outputs of all ranks' rows, (rows, D); ``batches`` as in :func:`model_hits`."""
-    return gather_rows(embed_own(model, [tower], batches, runtime)[0])
+    return gather_uneven_rows(embed_own(model, [tower], batches, runtime)[0], runtime)
 
 
 @torch.no_grad()
@@ -99,3 +99,10 @@ def embed_own(
         for tower, outputs in zip(towers, outputs_by_tower, strict=True):
             outputs.append(model.embed(tower, batch_on_device)[:keep])
     return [torch.cat(outputs) for outputs in outputs_by_tower]
+
+
+def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
+    """Concatenates the rows (n_r, ...) of all ranks; their numbers n_r may differ."""
+    if runtime.world_size == 1:
+        return rows
+    return gather_rows(rows)
