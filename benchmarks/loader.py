@@ -6,8 +6,8 @@ The log has 1,048,576 rows in 4 parquet files with row groups of 65,536. Rows a 
 opening the files to the last row, batches of 4,096.
 
 `row-wise`: our loader as it comes, shuffled, which reads in threads, against a map-style Dataset under torch's
-DataLoader, plain_rows.py run as a process with no worker and with two, of which the faster counts. It counts from its
-second batch on, and is measured once.
+DataLoader, plain_rows.py run as a process with no worker and with two, of which the faster counts in each turn, from
+its second batch on.
 `parquet-plain` and `parquet-shuffled`: our loader in one thread, which builds whole batches, against what pyarrow alone
 decodes from the same files.
 `memory`: peak of a process that reads the log once, with the loader's threads.
@@ -109,7 +109,7 @@ def speeds(options):
     }
     times = in_turn(sides, options.turns)
     speed = {name: rates(rows, seconds) for name, seconds in times.items()}
-    speed["slow"] = [row_wise(folder, options)] * options.turns
+    speed["slow"] = [row_wise(folder, options) for _ in range(options.turns)]
     for name, ours, baseline in (
         ("row-wise", "ours", "slow"),
         ("parquet-plain", "plain", "pyarrow"),

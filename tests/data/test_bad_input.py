@@ -226,9 +226,10 @@ def csv(header: str, *lines: tuple[int, str]) -> str:
 
 CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "a quote without its end": (
-        [csv(HEADER, (1000, '7,"c1,1'))],
+        # Line 52 has quotes as well, and both their ends.
+        [csv(HEADER, (50, '1,"c1",0'), (1000, '7,"c1,1'))],
         {},
-        r"0\.csv: line 1002: a quote without its end .*3,002 lines, 1,002 rows; mend",
+        r"0\.csv: line 1003: a quote without its end .*3,003 lines, 1,003 rows; mend",
     ),
     "closed far below": (
         [csv(HEADER, (1000, '7,"c1,1'), (1500, '9,c1",1'))],

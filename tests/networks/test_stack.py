@@ -339,6 +339,11 @@ def networks_with(*values: Any) -> list[nn.Module]:
     return networks
 
 
+def doubled(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """A forward hook."""
+    return 2 * output
+
+
 def changed(change: Callable[[Any], Any]) -> list[nn.Module]:
     """Networks of which the second was changed."""
     networks: list[nn.Module] = [nn.Linear(3, 1), nn.Linear(3, 1)]
@@ -439,6 +444,8 @@ def test_networks_whose_attributes_are_equal_are_taken(one: Any, other: Any) -> 
     networks = networks_with(one, other)
     for network in networks:
         network.own_hooks = [1.0]
+        # Torch numbers hooks on: the same hook has another key in each network.
+        network.register_forward_hook(doubled)
     made = partial(torch.optim.Adagrad, initial_accumulator_value=0.5)
     stacked = Stack(networks, loss, [0.1, 0.1], made, compile=False)  # type: ignore[arg-type]
     assert stacked.state_dict()["bias/0"].tolist() == [[0.5], [0.5]]
