@@ -267,8 +267,11 @@ def test_a_table_that_has_grown_keeps_its_ids_and_gives_its_new_rows_once() -> N
     ids.step({"a": torch.arange(100, 119)})
     live, rows = ids.live_ids("a")
     grown = _ids(50)
+    # Its own ids leave, also from rows that the state does not have.
+    grown.step({"a": torch.arange(100, 149)})
     grown.load_state_dict(ids.state_dict())
     assert torch.equal(grown.rows({"a": live})["a"], rows)
+    assert torch.equal(grown.live_ids("a")[0], live)
     _, (note,) = grown.step({"a": torch.arange(200, 230)})
     assert not note.evicted.numel()
     assert sorted([*rows.tolist(), *note.rows.tolist()]) == list(range(1, 50))

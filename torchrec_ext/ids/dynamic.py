@@ -205,10 +205,9 @@ class DynamicIds:
                 rows[missing] = found[len(found) - len(missing) :]
                 self._counts["unknown"] -= int((rows[missing] > 0).sum())
             self._expire(changes)
-        notes = []
-        for note in changes.values():
-            if len(note.rows) or len(note.evicted):
-                notes.append(note)
+        notes = (
+            note for note in changes.values() if len(note.rows) or len(note.evicted)
+        )
         return _by_table(rows, ids, self.names), tuple(notes)
 
     def compile_look_ups(self, engine: Engine) -> None:

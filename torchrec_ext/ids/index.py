@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class IdIndex:
 
     def clear(self) -> None:
         """Removes all ids."""
-        starts = [sum(self._buckets[:table]) for table in range(len(self._buckets))]
+        starts = [0, *accumulate(self._buckets[:-1])]
         self._first = torch.tensor(starts, device=self._device)
         self._size = self._first.new_tensor(self._buckets)
         self.lines = self._first.new_zeros(sum(self._buckets), _WORDS)

@@ -198,6 +198,8 @@ class RowPool:
     def load_state_dict(self, state: Mapping[str, Any], *, is_first: bool) -> None:
         """Continues from a state of as many rows or fewer; only the first rank takes the sightings, sums over ranks."""
         self.candidates.load_state_dict(state)
+        # Of a larger table the state has some rows alone.
+        self.release(self.live_rows())
         rows = len(state["ids"])
         for target, name in (
             (self.id_of, "ids"),
@@ -211,14 +213,12 @@ class RowPool:
         if is_first:
             self._sightings[:rows] = state["sightings"]
         self._used = 1
-        if rows == self.policy.capacity:
-            used_rows = self._take_unused(state["used"] - 1)
-            self._freed = used_rows[self.id_of[used_rows] == EMPTY].sort().values
-        else:
-            # The order of a larger table is another, in which rows with an id stand
-            # anywhere.
-            every_row = self._take_unused(self.policy.capacity - 1)
-            self._freed = every_row[self.id_of[every_row] == EMPTY]
+        # The order of a larger table is another, in which rows with an id stand anywhere.
+        has_grown = rows < self.policy.capacity
+        used = self.policy.capacity if has_grown else state["used"]
+        used_rows = self._take_unused(used - 1)
+        freed = used_rows[self.id_of[used_rows] == EMPTY]
+        self._freed = freed if has_grown else freed.sort().values
 
 
 def spread_rows(places: Tensor, capacity: int) -> Tensor:
