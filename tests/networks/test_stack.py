@@ -213,20 +213,43 @@ def test_a_compiled_stack_equals_separate_and_a_member_that_stops_stays() -> Non
         assert torch.equal(value, kept[key])
 
 
+class Fixed(NCF):
+    """Parts that no step trains, drawn as the others are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.genre.requires_grad_(False)
+        self.register_buffer("scale", torch.rand(1).expand(ROWS))
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return self.scale * super().forward(user, item)
+
+
+class FixedAnew(Fixed):
+    """The same in a process that draws other numbers, with a buffer of its own memory."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed + 10)
+        self.scale = self.scale.clone()
+
+
 def test_a_resumed_stack_equals_one_that_never_stopped() -> None:
     given = list(batches())
-    one = stack(OPTIMIZERS["adam"])
+    one = stack(OPTIMIZERS["adam"], Fixed)
     for batch in given:
         one.step(*batch)
-    before = stack(OPTIMIZERS["adam"])
+    before = stack(OPTIMIZERS["adam"], Fixed)
     for batch in given[:5]:
         before.step(*batch)
-    after = stack(OPTIMIZERS["adam"])
+    after = stack(OPTIMIZERS["adam"], FixedAnew)
     after.step(*given[0])
     after.load_state_dict(before.state_dict())
     for batch in given[5:]:
         after.step(*batch)
-    assert farthest(after.unstack(), one.unstack()) < 1e-6
+    networks = after.unstack()
+    assert farthest(networks, one.unstack()) < 1e-6
+    for resumed, expected in zip(networks, one.networks, strict=True):
+        assert torch.equal(resumed.scale, expected.scale)
 
 
 def test_a_state_of_another_stack_is_refused_before_anything_is_written() -> None:
@@ -526,6 +549,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             ("count", "calls is written by forward: make it"),
         )
     },
+    "a batch in a dict": (
+        lambda: makes([0.1, 0.1]).step({"user": ONES}),  # type: ignore[arg-type]
+        "tensor 0 of the batch is a dict: must be a tensor; give",
+    ),
     "running statistics": (
         lambda: steps(
             lambda network, x: network(x).mean(), nn.BatchNorm1d(3), nn.BatchNorm1d(3)

@@ -54,11 +54,15 @@ def check_networks(networks: Sequence[nn.Module]) -> None:
         )
 
 
+def named_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Returns weights and buffers by name."""
+    return dict((*network.named_parameters(), *network.named_buffers()))
+
+
 def form(network: nn.Module) -> Form:
     """Returns what a network is made of but for the values of its weights and buffers."""
     places = {id(module): f"module {path}" for path, module in network.named_modules()}
-    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        places[id(tensor)] = name
+    places |= {id(each): name for name, each in named_tensors(network).items()}
     parts: dict[str, Any] = {}
     for path, module in network.named_modules():
         parts[path or "the network"] = type(module)
@@ -130,9 +134,5 @@ def _pickled(value: Any, places: Mapping[int, str]) -> Any:
 
 
 def _shape(tensor: Tensor) -> str:
-    frozen = (
-        ""
-        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-        else " frozen"
-    )
-    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}{frozen}"
+    trains = tensor.requires_grad
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device} {trains}"

@@ -33,6 +33,7 @@ from torchrec_ext.networks.one_form import (
     difference,
     form,
     line,
+    named_tensors,
 )
 
 Loss = Callable[..., Tensor]
@@ -114,10 +115,7 @@ class Stack:
         self._rates = numbers.to(device)
         self._member = _Member(_without_values(first), loss)
         fill = float(made.defaults.get("initial_accumulator_value", 0.0))
-        own = [
-            dict((*network.named_parameters(), *network.named_buffers()))
-            for network in networks
-        ]
+        own = [named_tensors(network) for network in networks]
         # Of all members, (K, ...): values, and the state and the rule of those that are trained.
         self._values: dict[str, Tensor] = {}
         self._states: dict[str, list[Tensor]] = {}
@@ -131,8 +129,7 @@ class Stack:
                 self._states[name] = [torch.full_like(values, fill) for _ in kinds]
                 values.requires_grad_()
         self._step = self._made()
-        memory = [self._count, self._rates, *self._values.values()]
-        memory += [each for state in self._states.values() for each in state]
+        memory = [each for _, each in self._tensors()]
         self._compiled = compiled(self._step, memory=memory) if compile else None
         self._shapes: list[Any] = []
         self._is_checked = False
@@ -147,8 +144,15 @@ class Stack:
             ValueError: the loss has no such step or is of another network, or forward writes what the next step would
                 read; the message names it.
         """
+        shapes = []
+        for number, each in enumerate(batch):
+            if not isinstance(each, Tensor):
+                raise ValueError(
+                    f"tensor {number} of the batch is a {type(each).__name__}: must be a tensor; give those of a dict "
+                    "one by one, and an array or a number by torch.as_tensor()"
+                )
+            shapes.append((each.shape, each.dtype))
         self._check(batch)
-        shapes = [(each.shape, each.dtype) for each in batch]
         self._shapes = self._shapes or shapes
         run: Callable[..., Any] = self._step
         if self._compiled is not None and shapes == self._shapes:
@@ -174,10 +178,13 @@ class Stack:
 
     @torch.no_grad()
     def unstack(self) -> list[nn.Module]:
-        """Writes the weights into the networks, and returns these; the training may go on."""
+        """Writes weights and buffers into the networks, and returns these; the training may go on."""
         for number, network in enumerate(self.networks):
-            for name, parameter in network.named_parameters():
-                parameter.copy_(self._values[name][number])
+            for name, each in named_tensors(network).items():
+                value = self._values[name][number]
+                # An expanded buffer cannot be written, and seldom needs to be.
+                if not each.equal(value):
+                    each.copy_(value)
         return self.networks
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,9 +211,10 @@ class Stack:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("step", self._count), ("rates", self._rates))
-        for name, states in self._states.items():
-            yield name, self._values[name]
-            for number, each in enumerate(states):
+        # Frozen ones and buffers too: those of networks that are made anew may be drawn otherwise.
+        for name, values in self._values.items():
+            yield name, values
+            for number, each in enumerate(self._states.get(name, [])):
                 yield f"{name}/{number}", each
 
     def _check(self, batch: Sequence[Tensor]) -> None:
@@ -312,9 +320,7 @@ class _Member(nn.Module):
         super().__init__()
         self.network = network
         self._loss = loss
-        first = {}
-        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-            first[id(tensor)] = name
+        first = {id(each): name for name, each in named_tensors(network).items()}
         # All places of a weight, with the name of its first. A module of two names has each of its places once:
         # functional_call, which would write it twice, could not take it back.
         self._places = {
@@ -364,9 +370,6 @@ class _Reads(TorchFunctionMode):
             return func(*args, **kwargs)
         named = look_up_arguments(func, args, kwargs)
         ids = named["input"]
-        if ids.is_floating_point():
-            # Refused by torch.
-            return func(*args, **kwargs)
         if not is_plain(named):
             raise CannotAdopt(
                 f"{func.__name__} with max_norm, scale_grad_by_freq or mode='max' is not in a stack: leave it out, or "
@@ -385,11 +388,11 @@ class _Reads(TorchFunctionMode):
 def _without_values(module: nn.Module) -> nn.Module:
     """Returns a copy with weights and buffers on the meta device; tied ones stay tied."""
     memo: dict[int, Any] = {}
-    for weight in module.parameters():
-        meta = weight.detach().to("meta")
-        memo[id(weight)] = nn.Parameter(meta, requires_grad=weight.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
+    for each in named_tensors(module).values():
+        meta = each.detach().to("meta")
+        if isinstance(each, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=each.requires_grad)
+        memo[id(each)] = meta
     return copy.deepcopy(module, memo)
 
 
