@@ -127,6 +127,9 @@ def _limited(
             squares.append((sums * represents).square().sum())
         elif table is None and of_one[0] is not None:
             squares.append(of_one[0].square().sum())
+    # As where TorchRec shards all tables, and the model has nothing else.
+    if not squares:
+        return list(grads)
     # torch's clip_grad_norm_ adds the same 1e-6.
     factor = (clip_norm / (torch.stack(squares).sum().sqrt() + 1e-6)).clamp(max=1.0)
     limited = []

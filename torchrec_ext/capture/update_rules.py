@@ -63,7 +63,7 @@ def _adam(
     if choice.kind == "adam":
         return updated, [first, second]
     # A lazy one moves nothing of a row without a gradient.
-    moves = gradient_row_mask(grad)
+    moves = grad.ne(0).any(dim=1, keepdim=True)
     moments = map(torch.where, [moves, moves], [first, second], state)
     return torch.where(moves, updated, values), [*moments]
 
@@ -117,11 +117,6 @@ UPDATES: dict[str, Update] = {
     "row_wise_adagrad": _adagrad,
     "sgd": _sgd,
 }
-
-
-def gradient_row_mask(grad: Tensor) -> Tensor:
-    """Marks the rows of a table with a gradient, (n, 1)."""
-    return grad.ne(0).any(dim=1, keepdim=True)
 
 
 def stepped(
@@ -319,7 +314,7 @@ def caught_up(
     if choice.kind != "adam":
         return updated
     (beta1, beta2) = choice.betas
-    (first_moment, second_moment) = state[:2]
+    (first_moment, second_moment) = state
     skipped = (step - since).to(rows.dtype)[:, None]
     # 0^0 is 1, of which there is no logarithm.
     decay1 = (
