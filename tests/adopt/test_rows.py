@@ -418,9 +418,13 @@ def test_popular_draws_are_drawn_by_popularity() -> None:
         ([4, 9, 10, 300], [4, 9, 10, 300]),
         (range(3, 6), [3, 4, 5]),
         (torch.tensor([8, 6]), [6, 8]),
+        (torch.tensor([1, 2]).max() + 1, [0, 1, 2]),
+        (np.arange(3).max(), [0, 1]),
     ],
 )
-def test_ids_need_not_be_a_range(items: Any, ids: list[int]) -> None:
+def test_ids_are_a_number_of_any_kind_or_stand_anywhere(
+    items: Any, ids: list[int]
+) -> None:
     columns = {"user": torch.tensor([-5, 10**12, 3]), "item": torch.tensor([5, 7, 11])}
     draws = NegativeDraws(Uniform(items, draws=100), columns)
     (drawn,) = draws.draw(np.arange(3), 0)

@@ -289,12 +289,12 @@ class DynamicIds:
         number, ids, sightings = new.unbind(1)
         sizes = torch.bincount(number, minlength=len(self._tables)).tolist()
         by_table = zip(
-            torch.split(ids, sizes), torch.split(sightings, sizes), strict=True
+            self._tables,
+            torch.split(ids, sizes),
+            torch.split(sightings, sizes),
+            strict=True,
         )
-        by_pool = zip(self._tables, by_table, strict=True)
-        rows = torch.cat(
-            [self._admit_to(table, *pairs, changes) for table, pairs in by_pool]
-        )
+        rows = torch.cat([self._admit_to(*each, changes) for each in by_table])
         # Those of all tables at once: its rounds take as long for one id.
         has_row = rows > 0
         self._index.insert(ids[has_row], number[has_row], rows[has_row])

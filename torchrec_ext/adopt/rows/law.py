@@ -206,7 +206,10 @@ class NegativeDraws(RowDraws):
 
 
 def _catalogue(items: Items) -> Ids:
-    ids = np.arange(items) if isinstance(items, int) else np.asarray(items)
+    ids = np.asarray(items)
+    # A number of numpy's or torch's too, such as a column's maximum and 1.
+    if not ids.ndim and ids.dtype.kind in "iu":
+        ids = np.arange(int(ids))
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise CannotAdopt(
             f"items={items!r:.60}: must be a number of 1 or more, or ids (I,), whole numbers"
