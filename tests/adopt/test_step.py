@@ -890,12 +890,14 @@ def test_batches_of_other_shapes_and_types_are_captured_or_eager_and_learn_the_s
     assert "adopt: compiled one more step in " in printed
 
 
+@pytest.mark.parametrize("widths", [7, 50])
 def test_of_many_widths_some_are_captured_and_the_rest_is_named_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
+    widths: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(policy, "PATIENCE", 2)
+    monkeypatch.setattr(captures, "_MOST_RARE", 8)
     generator = torch.Generator().manual_seed(2)
-    given = [lists(generator, 1 + number % 7) for number in range(50)]
+    given = [lists(generator, 1 + number % widths) for number in range(50)]
 
     class Listed(nn.Module):
         def __init__(self) -> None:
@@ -913,6 +915,7 @@ def test_of_many_widths_some_are_captured_and_the_rest_is_named_with_the_remedy(
     assert step.describe().startswith("captured since step 13")
     assert "batches of more than 4 shapes" in step.describe()
     assert "as this one of (16, " in step.describe()
+    assert capsys.readouterr().out.count("batches of more than 4 shapes") == 1
     made = case(Listed())
     step = adopt(made.model, made.optimizers, made.loss, compile="require")
     with pytest.raises(CannotAdopt, match="batches of more than 4 shapes"):

@@ -63,6 +63,8 @@ from torchrec_ext.drawn import DrawnStep, Resident
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 _TRIES = 6  # memories that a graph is traced with, before it stays eager
+# Shapes of batches that are counted: lists of any length have others for ever.
+_MOST_RARE = 256
 
 
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors of a batch
@@ -230,11 +232,14 @@ class Captures:
             return
         if self._shapes:
             self._refused[shapes] += 1
-            if self._refused[shapes] <= self._patience:
+            is_rare = self._refused[shapes] <= self._patience
+            if is_rare and len(self._refused) <= _MOST_RARE:
                 raise RareShapeError("a batch of a shape that came seldom so far")
-            if len(self._shapes) == MOST_GRAPHS:
+            if is_rare or len(self._shapes) == MOST_GRAPHS:
+                self._refused.clear()
                 kinds = ", ".join(f"{tuple(shape)}" for shape, _ in shapes)
-                self.too_many_shapes = (
+                # The first one's, which is noted once.
+                self.too_many_shapes = self.too_many_shapes or (
                     f"batches of more than {MOST_GRAPHS} shapes, others stay eager, as this one of {kinds:.80}; pad "
                     "tensors to a few lengths, of one dtype each"
                 )

@@ -93,22 +93,14 @@ class DynamicEmbeddings:
         self._is_new_step = True
 
     def _look_up(self, path: str, ids: Any) -> Tensor:
-        return self.rows(path, ids, is_training=self._modules[path].training)
-
-    def rows(self, path: str, ids: Tensor, *, is_training: bool) -> Tensor:
         """Returns the rows of ids that an embedding is called with, of the same shape.
-
-        Args:
-            path: path of the embedding.
-            ids: whole numbers of any shape.
-            is_training: whether ids are counted, admitted and evicted, and rows begun anew.
 
         Raises:
             ValueError: ids that are no whole numbers, or a weight that another optimizer has moved.
         """
         module = self._modules[path]
         raw = raw_ids(path, module, ids)
-        if not is_training:
+        if not module.training:
             return self.ids.rows({path: raw})[path].to(ids.device)
         self._check_versions(path)
         # Several look-ups of one step count as one, so that none of its rows is given
