@@ -132,24 +132,17 @@ class DynamicEmbeddings:
         if not len(note.rows):
             return
         weight = self._modules[note.table].weight
-        # An adopted step may update rows later: a look at a whole tensor would update
-        # all of them first.
-        with torch._C.DisableTorchFunctionSubclass():
-            rows = note.rows.to(weight.device)
-            values = self._drawn(note.table, note.ids).to(weight)
-            states = []
-            for optimizer in self._optimizers:
-                for name, value in optimizer.state.get(weight, {}).items():
-                    # A number of steps belongs to the whole table.
-                    if (
-                        isinstance(value, Tensor)
-                        and value.dim()
-                        and len(value) == len(weight)
-                    ):
-                        states.append((value, _first_value(optimizer, name)))
-        weight[rows] = values
-        for state, first in states:
-            state[rows] = first
+        rows = note.rows.to(weight.device)
+        weight[rows] = self._drawn(note.table, note.ids).to(weight)
+        for optimizer in self._optimizers:
+            for name, value in optimizer.state.get(weight, {}).items():
+                # A number of steps belongs to the whole table.
+                if (
+                    isinstance(value, Tensor)
+                    and value.dim()
+                    and len(value) == len(weight)
+                ):
+                    value[rows] = _first_value(optimizer, name)
         if note.table in self._versions:
             self._versions[note.table] = _version(weight)
 
@@ -239,8 +232,7 @@ def _first_value(optimizer: torch.optim.Optimizer, name: str) -> float:
 
 def _version(weight: Tensor) -> tuple[Tensor, int]:
     """Returns a weight and the number of its changes in place."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return weight, weight._version
+    return weight, weight._version
 
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)

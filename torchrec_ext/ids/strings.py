@@ -36,9 +36,10 @@ def string_ids(
         >>> bool(ids[0] == ids[2]), bool(ids[0] == ids[1])
         (True, False)
     """
-    column = strings.combine_chunks() if isinstance(strings, pa.ChunkedArray) else None
+    if isinstance(strings, pa.ChunkedArray):
+        strings = strings.combine_chunks()
     try:
-        array = pa.array(strings) if column is None else column
+        array = pa.array(strings)
     except pa.ArrowException as error:
         raise ValueError(
             f"string ids: {str(error)[:100]}; all values must be str"

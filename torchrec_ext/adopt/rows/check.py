@@ -124,8 +124,8 @@ def _compare(rows: Rows, indices: Tensor, batch: Any, known_places: Places) -> N
     are_flat = _is_flat(batch, theirs) and _is_flat(own_batch, ours)
     if len(ours) != len(theirs) or (structure != own_structure and not are_flat):
         raise CannotAdopt(
-            f"a batch of the loader has {len(theirs)} tensors, {_short(structure)}, one of Rows {len(ours)}, "
-            f"{_short(own_structure)}: give columns for these, or make="
+            f"a batch of the loader has {len(theirs)} tensors, {structure!s:.40}, one of Rows {len(ours)}, "
+            f"{own_structure!s:.40}: give columns for these, or make="
         )
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         _compare_tensor(_name(rows, number), indices, our, their)
@@ -137,10 +137,6 @@ def _is_flat(batch: Any, leaves: list[Any]) -> bool:
 
 def _name(rows: Rows, number: int) -> str:
     return rows.names[number] if rows.names else f"tensor {number}"
-
-
-def _short(structure: Any) -> str:
-    return str(structure)[:40]
 
 
 def _compare_tensor(name: str, indices: Tensor, our: Any, their: Any) -> None:

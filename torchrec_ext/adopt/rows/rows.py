@@ -103,7 +103,6 @@ class Rows:
         self.negatives: NegativeDraws | None = None
         self._positive = ""
         self._make = make or self._usual
-        self._constants: dict[str, Tensor] = {}
         self._epoch = -1
         self._step = 0
         self._continued = False
@@ -139,10 +138,6 @@ class Rows:
             if name != positive:
                 self.repeats[name] = count
         self.names = (*self.columns, LABEL)
-        labels = torch.zeros(count)
-        labels[0] = 1.0
-        # Of one row: a captured step repeats it for its batch.
-        self._constants[LABEL] = labels
 
     def _usual(self, pieces: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Makes the usual batch, see :class:`Rows`."""
@@ -161,7 +156,8 @@ class Rows:
                 batch.append(both.flatten())
             else:
                 batch.append(piece.repeat_interleave(count, 0))
-        batch.append(pieces[LABEL].repeat(size))
+        places = torch.arange(size * count, device=positive.device)
+        batch.append((places % count == 0).float())
         return tuple(batch)
 
     def check(self, loader: DataLoader[Any]) -> str:
@@ -186,11 +182,6 @@ class Rows:
     def __len__(self) -> int:
         return self.order.num_steps
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that hold the rows, by name: columns and constants."""
-        return {**self.columns, **self._constants}
-
     def batch(
         self,
         indices: Tensor,
@@ -202,11 +193,10 @@ class Rows:
         Args:
             indices: (B,) int64 rows.
             draws: (B, n) negatives.
-            tensors: :attr:`tensors`, or what stands for them while a step is captured.
+            tensors: :attr:`columns`, or what stands for them while a step is captured.
         """
-        tensors = tensors or self.tensors
+        tensors = tensors or self.columns
         pieces = {name: tensors[name].index_select(0, indices) for name in self.columns}
-        pieces |= {name: tensors[name] for name in self._constants}
         if draws is not None:
             pieces[DRAWN] = draws
         return self._make(pieces)
@@ -271,14 +261,13 @@ class RowsOnDevice(ResidentRows):
         if draws_inside is None:
             draws_inside = device.type != "cpu" and policy.HAS_TRITON
         self.draws_inside = draws_inside
-        self._names = list(rows.tensors)
-        self.tensors = [tensor.to(device) for tensor in rows.tensors.values()]
+        self.tensors = [column.to(device) for column in rows.columns.values()]
 
     def assemble(
         self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
     ) -> tuple[Any, ...]:
         """Makes the arguments of a step of its rows and their negatives."""
-        named = dict(zip(self._names, tensors, strict=True))
+        named = dict(zip(self.rows.columns, tensors, strict=True))
         draws = drawn[1] if len(drawn) > 1 else None
         batch = self.rows.batch(drawn[0], draws, named)
         return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
