@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchrec_ext.capture import executors
 from torchrec_ext.networks import Stack
 
 USERS, ITEMS, ROWS, STEPS = 60, 40, 32, 12
@@ -211,6 +212,33 @@ def test_a_compiled_stack_equals_separate_and_a_member_that_stops_stays() -> Non
     assert farthest(networks, expected) < 2e-6
     for key, value in networks[1].state_dict().items():
         assert torch.equal(value, kept[key])
+
+
+def test_a_loss_whose_number_changes_in_each_step_is_not_compiled_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
+    weight = 0.0
+
+    def annealed(network: Any, x: Tensor) -> Tensor:
+        return network(x).square().mean() + weight * network.weight.square().sum()
+
+    made = [
+        Stack([nn.Linear(3, 1), nn.Linear(3, 1)], annealed, [0.1, 0.2], compile=each)
+        for each in (False, True)
+    ]
+    made[1].load_state_dict(made[0].state_dict())
+
+    def run() -> None:
+        nonlocal weight
+        for number in range(9):
+            weight = number / 9
+            one, other = (stacked.step(ONES) for stacked in made)
+            assert torch.allclose(one, other)
+
+    with pytest.warns(UserWarning, match=r"test_stack.py:.*: a value changes") as said:
+        run()
+    assert len(said) == 1
 
 
 class Fixed(NCF):

@@ -150,6 +150,9 @@ class CompiledCall:
     Args:
         function: function of positional arguments.
         backend: takes a graph and examples of its inputs, and returns what is called in place of the graph.
+
+    Attributes:
+        traces: number of calls for which no graph's guards held.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class CompiledCall:
             code, function.__globals__, code.co_name, None, function.__closure__
         )
         self._backend = backend
+        self.traces = 0
         self._compile({"guard_filter_fn": _can_change})
         cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
         self._closure = {name: cell.cell_contents for name, cell in cells}
@@ -203,6 +207,7 @@ class CompiledCall:
         code = self.holds(args)
         if code is not None:
             return code(*args)
+        self.traces += 1
         try:
             # Anomaly detection reads every gradient's values, which a trace does not
             # have.

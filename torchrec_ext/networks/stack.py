@@ -7,6 +7,7 @@ rate for each, (K, 1, ...). Tables are moved whole, so that stacks are for small
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from torchrec_ext.adopt.checks import STATES, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.graph import bad_id, untraceable
+from torchrec_ext.adopt.graph import bad_id, changed_between_calls, untraceable
 from torchrec_ext.adopt.reads import is_plain, look_up, look_up_arguments
 from torchrec_ext.capture.compiled import TRACERS, compiled
 from torchrec_ext.capture.memory import Clock
+from torchrec_ext.capture.policy import MOST_GRAPHS
 from torchrec_ext.capture.step import StepPart, trained
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.networks.one_form import (
@@ -62,8 +64,10 @@ class Stack:
     """K networks of one shape that train by one step, each with a learning rate of its own.
 
     All members train on the same batch, and each operation is one for all of them. Dropout drops other units in each
-    member. The first step is compiled; batches of another shape than its own are trained on op by op. Each step moves
-    all rows of all tables: train networks with large ones in one ``nn.ModuleList``, by :func:`adopt`.
+    member. The first step is compiled; batches of another shape than its own are trained on op by op. A number that the
+    loss reads from Python is compiled in: give one that changes as a tensor of the batch, or from its fifth value on
+    all steps are made op by op. Each step moves all rows of all tables: train networks with large ones in one
+    ``nn.ModuleList``, by :func:`adopt`.
 
     Args:
         networks: K networks that are equal but for the values of weights and buffers; they keep these until
@@ -154,6 +158,13 @@ class Stack:
             shapes.append((each.shape, each.dtype))
         self._check(batch)
         self._shapes = self._shapes or shapes
+        if self._compiled is not None and self._compiled.traces > MOST_GRAPHS:
+            # Each takes up to a minute, and Dynamo keeps them all.
+            warnings.warn(
+                f"the stack's steps are no longer compiled: {changed_between_calls()}",
+                stacklevel=2,
+            )
+            self._compiled = None
         run: Callable[..., Any] = self._step
         if self._compiled is not None and shapes == self._shapes:
             run = self._compiled
