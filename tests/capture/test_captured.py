@@ -341,12 +341,25 @@ class Listed(nn.Module):
         )
 
 
+class Annealed(nn.Module):
+    """Its loss grows with a number of steps that it counts in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = small_model(META), 0
+
+    def forward(self, batch: TowerBatch) -> Any:
+        self.calls += 1
+        loss, output = self.inner(batch)
+        return loss * self.calls, output
+
+
 def refused(runtime: Runtime) -> list[Ended]:
     """Models that cannot be captured: by "auto" with a note, by "require" with an error."""
     return [
         ended(runtime, Few([24] * 4), as_traced, way, made(), tables="adagrad")
-        for made in (branching, Listed)
-        for way in ("auto", "require")
+        for made in (branching, Listed, Annealed)
+        for way in ("auto", "require", "off")
     ]
 
 
@@ -354,14 +367,17 @@ def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_requi
     None
 ):
     (found,) = run_ranks(refused, 1)
-    auto, required, listed, required_list = found
+    auto, required, _, listed, required_list, _, counted, required_count, off = found
     for text in (auto.said, required.error):
         assert "aten._local_scalar_dense" in text
         assert "test_captured.py" in text
         assert "(return loss * 2 if" in text
     for text in (listed.said, required_list.error):
         assert "'rows' returns a row for each id" in text
-    assert auto.error == listed.error == ""
+    for text in (counted.said, required_count.error):
+        assert "forward changes the attribute 'calls'" in text
+    assert farthest(counted.state, off.state) == 0
+    assert auto.error == listed.error == counted.error == ""
     assert "training goes on without" in auto.said
     assert "train.compile=require: " in required.error
 

@@ -163,22 +163,38 @@ class CapturedStep:
         )
 
     @torch.no_grad()
-    def _look_ups(self, inputs: StepInputs) -> dict[str, int]:
-        """Counts the rows of each table read by a step on a batch."""
+    def _look_ups(self, inputs: StepInputs) -> Counter[str]:
+        """Counts the rows of each table read by a step on a batch.
+
+        Raises:
+            CannotCaptureError: the forward counts in Python, where a captured step does not.
+        """
         memory = self._memory
-        counting = {
-            name: _Counting(parameter.weight)
-            for name, parameter in memory.tables.items()
-        }
+        counts: Counter[str] = Counter()
+
+        def read(name: str, ids: Tensor) -> Tensor:
+            counts[name] += len(ids)
+            return memory.tables[name].weight.index_select(0, ids)
+
         # Random numbers and buffers, such as those of a batch norm, stay as they are:
         # this is no step.
         devices = [memory.device] if memory.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             fixed = {name: tensor.clone() for name, tensor in memory.fixed.items()}
-            self._reading = {name: table.read for name, table in counting.items()}
+            self._reading = {name: partial(read, name) for name in memory.tables}
             batch = inputs.make(inputs.resident, self._on_device(inputs))
+            before = [(each, _numbers(each)) for each in self._model.modules()]
             functional_call(self._model, fixed, (batch,))
-        return {name: table.count for name, table in counting.items()}
+        changed: dict[str, float] = {}
+        for module, numbers in before:
+            changed |= dict(_numbers(module).items() - numbers.items())
+            vars(module).update(numbers)
+        if changed:
+            raise CannotCaptureError(
+                f"forward changes the attribute '{min(changed)}', which a captured step would read as it is now; count "
+                "in a buffer of the model"
+            )
+        return counts
 
     def _on_device(self, step_inputs: StepInputs) -> list[Tensor]:
         """Copies the batch's tensors from the host, where the loader makes them, to the device of the memory."""
@@ -295,6 +311,12 @@ class CapturedStep:
         )
 
 
+def _numbers(module: nn.Module) -> dict[str, float]:
+    """Returns a module's own numbers, such as a count of steps that its forward anneals by."""
+    own = vars(module).items()
+    return {name: value for name, value in own if isinstance(value, int | float)}
+
+
 @dataclass
 class _Call:
     """The captured step for one shape of batch, with the tree of its outputs; see :class:`StepInputs`."""
@@ -302,15 +324,3 @@ class _Call:
     size: Hashable
     run: Callable[[Sequence[Tensor]], list[Tensor]] = field(init=False)
     spec: Any = field(init=False)
-
-
-@dataclass
-class _Counting:
-    """A table with a counter of look-ups."""
-
-    weight: Tensor
-    count: int = 0
-
-    def read(self, ids: Tensor) -> Tensor:
-        self.count += len(ids)
-        return self.weight.index_select(0, ids)

@@ -88,21 +88,16 @@ class RowTable:
 
     def read(self, ids: Tensor) -> Tensor:
         """Returns the vectors (n, D) of the ids (n,), up to date after the previous step."""
-        rows, *state = self.current(ids)
+        rows = self.weight.index_select(0, ids)
+        state = [tensor.index_select(0, ids) for tensor in self.state]
+        if lags(self.choice):
+            since = self.rows.since.index_select(0, ids)
+            before = (self.clock.step - 1).int()
+            rows, *state = caught_up(rows, state, since, before, self.rows, self.choice)
         leaf = rows.detach()
         leaf = leaf.requires_grad_() if self.zero is None else leaf + self.zero
         self._reads.append((ids, leaf, state))
         return leaf
-
-    def current(self, ids: Tensor) -> list[Tensor]:
-        """Returns rows and state of ids (n,), (n, D) each, up to date after the previous step."""
-        rows = self.weight.index_select(0, ids)
-        state = [tensor.index_select(0, ids) for tensor in self.state]
-        if not lags(self.choice):
-            return [rows, *state]
-        since = self.rows.since.index_select(0, ids)
-        before = (self.clock.step - 1).int()
-        return caught_up(rows, state, since, before, self.rows, self.choice)
 
     def leaves(self) -> list[Tensor]:
         """Returns the tensors to differentiate for :meth:`move`, one for each read."""
