@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from tests.contracts import run_ranks
 from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 from torchrec_ext.ids.index import mixed
 
@@ -141,6 +143,26 @@ def test_eval_reads_and_changes_nothing_and_a_saved_run_goes_on() -> None:
     resumed.load_state_dict(before)
     for batch in batches(11):
         assert step(model, optimizer, batch) == step(other, other_optimizer, batch)
+
+
+def _by_ddp(_: Any) -> dict[str, Tensor]:
+    """Trains a model that each rank draws for itself, until DDP makes it that of the first one."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Embedding(FEW, 4), nn.Linear(4, 1))
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    DynamicEmbeddings(model, optimizer, {"0": Dynamic(capacity=FEW)})
+    replica = nn.parallel.DistributedDataParallel(model)
+    for _ in range(6):
+        optimizer.zero_grad()
+        replica(torch.randint(10**9, (8,))).square().mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_ranks_begin_rows_alike_where_ddp_comes_later() -> None:
+    one, other = run_ranks(_by_ddp, 2)
+    for name, value in one.items():
+        assert torch.equal(value, other[name])
 
 
 @pytest.mark.unit

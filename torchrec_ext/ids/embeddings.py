@@ -67,11 +67,13 @@ class DynamicEmbeddings:
             module = _embedding(model, path, policy, self._optimizers)
             device = module.weight.device
             self._modules[path] = module
-        self._moments = {
-            path: (module.weight.detach().mean(), module.weight.detach().std())
-            for path, module in self._modules.items()
-        }
         self.ids = DynamicIds(tables, every=every, device=device)
+        self._moments = {}
+        for path, module in self._modules.items():
+            weight = module.weight.detach()
+            moments = torch.stack([weight.mean(), weight.std()])
+            # Alike on all ranks: DDP may make the weights so only later.
+            self._moments[path] = self.ids.ranks.reduced(moments, "MAX").unbind()
         self._is_new_step = True
         # Weights that this step has read, with their versions.
         self._versions: dict[str, tuple[Tensor, int]] = {}
@@ -203,7 +205,13 @@ def _embedding(
                 f"'{path}' shares its weight with '{other_path}', whose ids would need the same rows; look both up by "
                 "one nn.Embedding"
             )
-    holders = [each for each in optimizers if _holds(each, module.weight)]
+    holders = [
+        optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each is module.weight
+    ]
     if not holders:
         raise ValueError(
             f"'{path}': the optimizer does not hold its weight; pass the optimizer that updates it"
@@ -215,12 +223,6 @@ def _embedding(
                 "Adagrad, SGD or RMSprop for this weight"
             )
     return module
-
-
-def _holds(optimizer: torch.optim.Optimizer, weight: Tensor) -> bool:
-    return any(
-        each is weight for group in optimizer.param_groups for each in group["params"]
-    )
 
 
 def _first_value(optimizer: torch.optim.Optimizer, name: str) -> float:
