@@ -354,11 +354,23 @@ class Annealed(nn.Module):
         return loss * self.calls, output
 
 
+class Drawing(Annealed):
+    """Its loss is that of half of the steps, by numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        np.random.seed(1)
+
+    def forward(self, batch: TowerBatch) -> Any:
+        loss, output = self.inner(batch)
+        return loss * np.random.rand(), output
+
+
 def refused(runtime: Runtime) -> list[Ended]:
     """Models that cannot be captured: by "auto" with a note, by "require" with an error."""
     return [
         ended(runtime, Few([24] * 4), as_traced, way, made(), tables="adagrad")
-        for made in (branching, Listed, Annealed)
+        for made in (branching, Listed, Annealed, Drawing)
         for way in ("auto", "require", "off")
     ]
 
@@ -367,7 +379,8 @@ def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_requi
     None
 ):
     (found,) = run_ranks(refused, 1)
-    auto, required, _, listed, required_list, _, counted, required_count, off = found
+    auto, required, _, listed, required_list, *others = found
+    _, counted, required_count, off, drawing, required_draw, off_draw = others
     for text in (auto.said, required.error):
         assert "aten._local_scalar_dense" in text
         assert "test_captured.py" in text
@@ -375,7 +388,10 @@ def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_requi
     for text in (listed.said, required_list.error):
         assert "'rows' returns a row for each id" in text
     for text in (counted.said, required_count.error):
-        assert "forward changes the attribute 'calls'" in text
+        assert "forward changes 'calls'" in text
+    for text in (drawing.said, required_draw.error):
+        assert "forward changes 'random'" in text
+    assert farthest(drawing.state, off_draw.state) == 0
     assert farthest(counted.state, off.state) == 0
     assert auto.error == listed.error == counted.error == ""
     assert "training goes on without" in auto.said

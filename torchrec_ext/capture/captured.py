@@ -6,6 +6,7 @@ folder it, :mod:`sharded` and :mod:`lowering` alone need TorchRec.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from torchrec_ext.capture.step import parts_of, trained
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.row_rule import row_by_row
 from torchrec_ext.drawn import DrawnStep
+from torchrec_ext.observe.state_copy import copies_of_global_generators
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
 
@@ -134,7 +137,11 @@ class CapturedStep:
             for note in item.fresh or ():
                 self._memory.mark_rows_current(note.table, note.rows)
         step_inputs = self._inputs(item)
-        inputs = self._on_device(step_inputs)
+        # From the host, where the loader makes them, to the device of the memory.
+        inputs = [
+            tensor.to(self._memory.device, non_blocking=True)
+            for tensor in step_inputs.tensors
+        ]
         call = self._calls.get(step_inputs.key) or self._capture_once(
             step_inputs, inputs
         )
@@ -163,14 +170,14 @@ class CapturedStep:
         )
 
     @torch.no_grad()
-    def _look_ups(self, inputs: StepInputs) -> Counter[str]:
+    def _look_ups(self, inputs: StepInputs, tensors: Sequence[Tensor]) -> Counter[str]:
         """Counts the rows of each table read by a step on a batch.
 
         Raises:
-            CannotCaptureError: the forward counts in Python, where a captured step does not.
+            CannotCaptureError: the forward counts or draws in Python, where a captured step does not.
         """
         memory = self._memory
-        counts: Counter[str] = Counter()
+        counts = Counter[str]()
 
         def read(name: str, ids: Tensor) -> Tensor:
             counts[name] += len(ids)
@@ -178,30 +185,27 @@ class CapturedStep:
 
         # Random numbers and buffers, such as those of a batch norm, stay as they are:
         # this is no step.
-        devices = [memory.device] if memory.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            fixed = {name: tensor.clone() for name, tensor in memory.fixed.items()}
-            self._reading = {name: partial(read, name) for name in memory.tables}
-            batch = inputs.make(inputs.resident, self._on_device(inputs))
-            before = [(each, _numbers(each)) for each in self._model.modules()]
-            functional_call(self._model, fixed, (batch,))
-        changed: dict[str, float] = {}
+        fixed = {name: tensor.clone() for name, tensor in memory.fixed.items()}
+        self._reading = {name: partial(read, name) for name in memory.tables}
+        batch = (inputs.make(inputs.resident, tensors),)
+        before = [(each, _numbers(each)) for each in self._model.modules()]
+        drawn = _drawn()
+        copies = copies_of_global_generators()
+        try:
+            functional_call(self._model, fixed, batch)
+            changed = [] if _drawn() == drawn else ["random"]
+        finally:
+            for put_back in copies:
+                put_back()
         for module, numbers in before:
-            changed |= dict(_numbers(module).items() - numbers.items())
+            changed += dict(_numbers(module).items() - numbers.items())
             vars(module).update(numbers)
         if changed:
             raise CannotCaptureError(
-                f"forward changes the attribute '{min(changed)}', which a captured step would read as it is now; count "
-                "in a buffer of the model"
+                f"forward changes '{min(changed)}', which a captured step would read as it is now: count in a buffer, "
+                "draw by torch"
             )
         return counts
-
-    def _on_device(self, step_inputs: StepInputs) -> list[Tensor]:
-        """Copies the batch's tensors from the host, where the loader makes them, to the device of the memory."""
-        return [
-            tensor.to(self._memory.device, non_blocking=True)
-            for tensor in step_inputs.tensors
-        ]
 
     def _capture_once(
         self,
@@ -250,7 +254,7 @@ class CapturedStep:
         make = step_inputs.make
         # Chosen once: later shapes update each table in the same way.
         if not self._calls:
-            self._memory.choose(self._look_ups(step_inputs), self._rule)
+            self._memory.choose(self._look_ups(step_inputs, inputs), self._rule)
         memory = self._memory.tensors()
         resident_end = len(memory) + len(resident)
 
@@ -315,6 +319,11 @@ def _numbers(module: nn.Module) -> dict[str, float]:
     """Returns a module's own numbers, such as a count of steps that its forward anneals by."""
     own = vars(module).items()
     return {name: value for name, value in own if isinstance(value, int | float)}
+
+
+def _drawn() -> object:
+    """Returns the state of the generators that are not torch's."""
+    return random.getstate(), str(np.random.get_state())
 
 
 @dataclass
