@@ -110,8 +110,8 @@ def stack(
 def farthest(networks: list[Any], others: list[Any]) -> float:
     gaps = []
     for one, other in zip(networks, others, strict=True):
-        for a, b in zip(one.parameters(), other.parameters(), strict=True):
-            gaps.append(float((a - b).detach().abs().max()))
+        pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+        gaps += [float((a - b).abs().max()) for a, b in pairs]
     return max(gaps)
 
 
@@ -218,26 +218,19 @@ def test_a_loss_whose_number_changes_in_each_step_is_not_compiled_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    weight = 0.0
+    weight = [0]
 
     def annealed(network: Any, x: Tensor) -> Tensor:
-        return network(x).square().mean() + weight * network.weight.square().sum()
+        return network(x).mean() * 0.0 + weight[0]
 
-    made = [
-        Stack([nn.Linear(3, 1), nn.Linear(3, 1)], annealed, [0.1, 0.2], compile=each)
-        for each in (False, True)
-    ]
-    made[1].load_state_dict(made[0].state_dict())
+    stacked = Stack([nn.Linear(3, 1), nn.Linear(3, 1)], annealed, [0.1, 0.2])
 
-    def run() -> None:
-        nonlocal weight
-        for number in range(9):
-            weight = number / 9
-            one, other = (stacked.step(ONES) for stacked in made)
-            assert torch.allclose(one, other)
+    def step(number: int) -> None:
+        weight[0] = number
+        assert stacked.step(ONES)[1] == number
 
     with pytest.warns(UserWarning, match=r"test_stack.py:.*: a value changes") as said:
-        run()
+        list(map(step, range(9)))
     assert len(said) == 1
 
 
@@ -274,10 +267,7 @@ def test_a_resumed_stack_equals_one_that_never_stopped() -> None:
     after.load_state_dict(before.state_dict())
     for batch in given[5:]:
         after.step(*batch)
-    networks = after.unstack()
-    assert farthest(networks, one.unstack()) < 1e-6
-    for resumed, expected in zip(networks, one.networks, strict=True):
-        assert torch.equal(resumed.scale, expected.scale)
+    assert farthest(after.unstack(), one.unstack()) < 1e-6
 
 
 def test_a_state_of_another_stack_is_refused_before_anything_is_written() -> None:
