@@ -327,21 +327,26 @@ def _begin_with(
     """Loads the first vectors and weights of a new run, and prints each difference to the earlier run."""
     job = parts.job
     schema = parts.schema
-    dynamic: set[str] = set()
+    column_of = {}
     for feature in schema.sparse:
-        if feature.dynamic:
-            dynamic.update(feature.tables)
+        column_of |= dict.fromkeys(feature.tables, feature)
     for name, file in job.pretrained.items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
             raise ValueError(
                 f"pretrained: '{name}' is no table of the model; its tables are {listed(tables)}"
             )
-        if name in dynamic:
+        column = column_of[name]
+        if column.dynamic:
             raise ValueError(
                 f"pretrained: '{name}' has dynamic ids, which get their rows in training; leave it out"
             )
-        count = load_vectors(model, name, file)
+        count = load_vectors(model, name, file, task.data.raw_values(column.name))
+        if not count:
+            raise ValueError(
+                f"pretrained: no id of {file} is a value of '{column.name}' in the training rows; write the ids as the "
+                "log has them"
+            )
         if runtime.is_main:
             print(f"table '{name}' begins with {count:,} vectors of {file}")
     if not job.start.path:
