@@ -19,6 +19,7 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects, peak_resident
 from torchrec_ext.distributed.tables import tables_of
 from torchrec_ext.schema.validation import listed
+from torchrec_ext.sealed import write_whole
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
@@ -294,6 +295,10 @@ def open_run(
         unfinished = begun and not ended(path)
         replace = checkpoint is not None or unfinished
         before = records_before(checkpoint, path) if checkpoint else []
+        if checkpoint:
+            closing.push(
+                partial(_put_back, (path / CONFIG).read_bytes(), path, Path(checkpoint))
+            )
         folder = RunFolder(path, settings_of(job), replace=replace, before=before)
         closing.callback(folder.close)
         tracking = Tracking(path, settings_of(job), member=member)
@@ -304,6 +309,12 @@ def open_run(
         checkpointer=checkpointer,
         checkpoint=checkpoint,
     )
+
+
+def _put_back(config: bytes, path: Path, checkpoint: Path, *error: Any) -> None:
+    """After an error puts a run's settings back if nothing was saved by others: an export reads them."""
+    if any(error) and checkpoint == max(checkpoint.parent.glob("step-*")):
+        write_whole(path / CONFIG, config)
 
 
 def _say_anew(path: Path, root: str) -> None:
