@@ -18,6 +18,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects, peak_resident
 from torchrec_ext.distributed.tables import tables_of
+from torchrec_ext.schema import SparseFeature
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.sealed import write_whole
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -338,7 +339,7 @@ def _begin_with(
     """Loads the first vectors and weights of a new run, and prints each difference to the earlier run."""
     job = parts.job
     schema = parts.schema
-    column_of = {}
+    column_of: dict[str, SparseFeature] = {}
     for feature in schema.sparse:
         column_of |= dict.fromkeys(feature.tables, feature)
     for name, file in job.pretrained.items():
