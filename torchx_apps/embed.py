@@ -81,7 +81,8 @@ def _embed(argv: Sequence[str] | None) -> int:
 
     bundle = Bundle.load(bundle_folder(options.bundle))
     side = bundle.query if options.tower == "query" else bundle.candidate
-    # Rows of files are the caller's own: no bundle says whether they have changed.
+    # Rows of files are the caller's own: no bundle says whether they have changed. A
+    # store of a bundle's users stays one if they are added to it.
     features = ""
     if options.catalogue:
         rows = rows_of_files(side, options.catalogue, options.id)
@@ -115,7 +116,7 @@ def _embed(argv: Sequence[str] | None) -> int:
                 folder,
                 blocks,
                 tower=tower,
-                features=features if rows.total else None,
+                features=features or None,
                 deleted=deleted,
             )
         unknown = +unknown

@@ -67,6 +67,13 @@ def test_the_users_that_a_bundle_knows(folder: Path, tmp_path: Path) -> None:
         found = store.find(user)
         assert found is not None
         np.testing.assert_allclose(found, small.known(user), rtol=1e-2, atol=1e-2)
+    # A row of a file among them: all of them still are of these users' features.
+    pq.write_table(
+        pa.table({"user": [7], "history": [[1]], "age": [0.0]}), tmp_path / "one"
+    )
+    flags = ["--tower=query", "--catalogue", tmp_path / "one", "--id=user"]
+    assert run(folder, *flags, "--refresh", out) == 0
+    assert Store.open(out).features == store.features
 
 
 def test_a_refresh(
@@ -132,6 +139,7 @@ def test_mistakes_are_one_line(
             "b.parquet: column 'key' is string, in ",
         ),
         (["--refresh", tmp_path / "none", "--delete=1"], "cannot be read"),
+        (["--tower=query", "--out", folder / "bundle"], "it has no vectors.npy"),
     ):
         assert run(folder, *flags) == 1
         told = capsys.readouterr().err

@@ -193,6 +193,8 @@ REFUSED = [
         f"model.loss=catalogue {_DOT} loader.device=cpu",
         "loader.device='cpu'",
     ),
+    ("two_tower", "loader.device=cuda", "loader.device=cuda: the job trains on cpu"),
+    ("two_tower", "ids.features.itm.capacity=9", "ids.features.itm: is no column of"),
     ("ncf", "model.loss=in_batch", "model.loss=in_batch"),
     ("session", "id_dropout.session=0.1", "id_dropout=session=0.1"),
     ("session", f"{_IDS}", "ids.features.item_id"),

@@ -15,11 +15,13 @@ from tests.files import read_parquet, summary
 from tests.small_sets import write_ml_100k
 from torchrec_ext.data.preprocess import (
     Categorify,
+    Cross,
     FittedPreprocessor,
     History,
     Normalize,
     Preprocessor,
 )
+from torchrec_ext.schema import DataError
 from torchx_apps.jobs import preprocessing
 from torchx_apps.preprocess import main
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
@@ -91,6 +93,48 @@ def test_from_files_to_folder(
     )
     assert main(flags) == 1
     assert "ready: there is something already; choose" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("user", "item", "message"),
+    [
+        ("user", "tags", r"item: 'tags' is list<item: int64>, and each row has one id"),
+        ("price", "item", r"user: 'price' is double, and each row has one id there"),
+        ("user", "pair", r"item: 'pair' is made of item, kind, and a catalogue names"),
+        ("user", "item", ""),
+    ],
+)
+def test_who_is_the_user_and_what_the_item_decides(
+    user: str, item: str, message: str, tmp_path: Path
+) -> None:
+    row = np.arange(1_400)
+    log = {"user": row // 7, "item": row % 300, "kind": row % 30, "hour": row % 7}
+    log |= {"tags": [[1]] * len(row), "price": row / 2.0, "one": 0 * row}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    ids = ("user", "item", "kind", "tags", "hour", "one")
+    steps = [
+        Cross(columns=("item", "kind"), buckets=9, output="pair"),
+        *[Categorify(column=name) for name in ids],
+        Normalize(column="price"),
+    ]
+
+    def build(*_: Any) -> Prepare:
+        return Prepare(
+            preprocessor=Preprocessor(steps),
+            splits={"train": tmp_path / "log.parquet"},
+            user=user,
+            item=item,
+            item_features=("price",),
+        )
+
+    job = PreprocessJob(name="own", build=build, out=str(tmp_path / "out"))
+    if message:
+        with pytest.raises(DataError, match=message):
+            preprocessing.run_preprocess(job)
+        return
+    preprocessing.run_preprocess(job)
+    told = [re.findall(r"'(\w+)'", note) for note in summary(tmp_path / "out")["notes"]]
+    assert told == [["pair", "kind"], ["kind", "kind"], ["price"]]
 
 
 @pytest.mark.unit

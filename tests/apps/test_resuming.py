@@ -194,3 +194,8 @@ def test_a_run_that_failed_lets_its_folder_go(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     run_training(job, tmp_path / "run")
     assert failed.value.__traceback__ is not None
+    # A start that is refused leaves the settings of what is saved.
+    saved = (tmp_path / "run/config.json").read_text()
+    with pytest.raises(CheckpointError, match="is of another model"):
+        run_training(with_settings(job, ["model.embedding_dim=8"]), tmp_path / "run")
+    assert (tmp_path / "run/config.json").read_text() == saved

@@ -287,6 +287,7 @@ def test_starts_that_fail_say_one_line(
     for bundle, flag, what in (
         (tmp_path / "none", "--port=0", "there is none in"),
         (folder, f"--port={server.port}", "cannot listen"),
+        (folder, "--port=99999", "port must be 0-65535"),
         (folder, "--workers=0", "workers=0: must be 1 or more"),
     ):
         assert serve.main([str(bundle), flag]) == 1

@@ -54,7 +54,6 @@ from torchrec_ext.retrieval.columns import Columns, ModelColumn, sources_of
 from torchrec_ext.retrieval.graphs import Graphs, require_onnx
 from torchrec_ext.retrieval.leaves import Given, Network, OwnNetwork, TowerNetwork
 from torchrec_ext.retrieval.manifest import (
-    BUNDLE_MANIFEST,
     BundleError,
     Manifest,
     file_digests,
@@ -210,9 +209,7 @@ def export(
         if weights.rank == 0:
             try:
                 with (
-                    whole_folder(
-                        Path(out), overwrite=overwrite, mark=BUNDLE_MANIFEST
-                    ) as folder,
+                    whole_folder(Path(out), overwrite=overwrite, mark=AUDIT) as folder,
                     one_thread(),
                 ):
                     outcome = content.write(folder, weights, blocks, expected)

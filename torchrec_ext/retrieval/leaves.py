@@ -496,7 +496,7 @@ class OwnNetwork(Network):
         both = sorted(set(queries.column_names) & set(catalogue.column_names))
         if both:
             raise BundleError(
-                f"columns {both}: are columns of queries and of the catalogue; rename them in one"
+                f"columns {both}: are columns of queries and of the catalogue; rename or drop them in one"
             )
         configs = tables_of(self.model)
         self._features = list(

@@ -16,7 +16,6 @@ from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.retrieval.bundle import Bundle, Floats, open_array
 from torchrec_ext.retrieval.catalogue import Id, Ids, read_table, write_table
 from torchrec_ext.retrieval.manifest import (
-    BUNDLE_MANIFEST,
     BundleError,
     Manifest,
     check_files,
@@ -136,7 +135,7 @@ def write_store(
         raise BundleError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
     if not shape[0]:
         raise BundleError(f"{folder}: there are no rows to write; give some")
-    with whole_folder(folder, overwrite=overwrite, mark=BUNDLE_MANIFEST) as staging:
+    with whole_folder(folder, overwrite=overwrite, mark=_VECTORS) as staging:
         ids = _write_vectors(staging / _VECTORS, blocks, shape, _DTYPES[dtype])
         whole = Ids(pa.concat_arrays(ids))
         write_table(staging / _IDS, pa.table({"id": whole.arrow()}))

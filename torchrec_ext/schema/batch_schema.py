@@ -318,11 +318,16 @@ class BatchSchema:
         Returns:
             A tensor of these keys, with ``out_of_range="oov"`` with the out-of-vocabulary row for invalid ids.
         """
-        columns = features.to_dict()
-        keys = [set(kind) for kind in self.layout if kind is not None]
-        if not any(kind <= columns.keys() for kind in keys):
-            wanted = set().union(*keys)
-            missing = [name for name in self.keys if name in wanted - columns.keys()]
+        try:
+            columns = features.to_dict()
+        except (RuntimeError, IndexError) as error:
+            raise DataError(
+                f"the KeyedJaggedTensor cannot be split by its keys ({str(error)[:60]}); give each key a length for "
+                "each of one row or more, which add up to its ids"
+            ) from None
+        kinds = filter(None, self.layout)
+        if not any(set(kind) <= columns.keys() for kind in kinds):
+            missing = [name for name in self.keys if name not in columns]
             raise DataError(
                 f"the KeyedJaggedTensor lacks {missing}; it has the keys {features.keys()}"
             )
@@ -330,13 +335,14 @@ class BatchSchema:
         bags = []
         for name in names:
             column = columns[name]
-            made = checked_bags(
-                self._by_name[name],
-                Jagged(column.values(), column.lengths()),
-                features.stride(),
-                replace=self.out_of_range == "oov",
+            bags.append(
+                checked_bags(
+                    self._by_name[name],
+                    Jagged(column.values(), column.lengths()),
+                    features.stride(),
+                    replace=self.out_of_range == "oov",
+                )
             )
-            bags.append(made)
         weights = None
         if features.weights_or_none() is not None:
             weights = torch.cat([columns[name].weights() for name in names])

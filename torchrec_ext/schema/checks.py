@@ -35,7 +35,7 @@ def numbers_of(
     row = int(bad.nonzero()[0])
     raise DataError(
         f"column '{name}': value {float(column[row]):g} in row {row} of the batch must be finite, from {low:g} to "
-        f"{high:g}; mend it where it is read, or make the schema with label_range=None for other labels"
+        f"{high:g}; mend it where it is read (a schema with label_range=None has labels of any size)"
     )
 
 

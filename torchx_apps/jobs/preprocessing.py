@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchrec_ext.data.config import Roles
+from torchrec_ext.data.features import owned_columns
 from torchrec_ext.data.files.sources import find_files
 from torchrec_ext.data.prepare import SUMMARY, write_folder
-from torchrec_ext.data.preprocess import History, Preprocessor
-from torchrec_ext.data.preprocess.columns import CellError, short_text
-from torchrec_ext.data.preprocess.fitted import unknown_line
+from torchrec_ext.data.preprocess import Cross, History, Preprocessor
+from torchrec_ext.data.preprocess.columns import (
+    INT64,
+    CellError,
+    Types,
+    short_text,
+)
+from torchrec_ext.data.preprocess.fitted import FittedPreprocessor, stages, unknown_line
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.rows import (
     ROW,
@@ -25,6 +31,7 @@ from torchrec_ext.data.preprocess.rows import (
 )
 from torchrec_ext.data.preprocess.step import finite, quoted
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import listed
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
@@ -41,6 +48,56 @@ def summarize(prepared: Prepare, con: Connection) -> None:
     ).show(max_rows=len(opened.raw), max_width=120)
 
 
+# Rows of items beyond the first of each, below which a column may follow them by chance.
+_REPEATS = 1_000
+
+
+def item_notes(
+    prepared: Prepare, fitted: FittedPreprocessor, roles: Roles, con: Connection
+) -> list[str]:
+    """Returns a line for each context column that tells the item, and each column of the item that changes."""
+    if roles.item is None:
+        return []
+    (key,) = fitted.only([roles.item]).request_columns
+    names = [name for name in fitted.request_columns if name in fitted.raw]
+    rows = open_source(prepared.first_source, list(dict.fromkeys([key, *names])), con)
+    ends = ["count(*) AS n"]
+    kinds = []
+    for number, name in enumerate(names):
+        low, high = f"low_{number}", f"high_{number}"
+        ends.append(f"min({quoted(name)}) AS {low}, max({quoted(name)}) AS {high}")
+        # With one value in all rows a column tells nothing.
+        kinds.append(
+            f"CASE WHEN bool_or({low} < {high}) THEN 'changes' WHEN min({low}) < max({high}) THEN 'follows' END"
+        )
+    items = f"SELECT {', '.join(ends)} FROM {rows.view} GROUP BY {quoted(key)}"
+    sql = f"SELECT {', '.join(kinds)} FROM ({items}) HAVING sum(n - 1) >= {_REPEATS}"
+    kind_of: dict[str, str] = {}
+    for found in con.sql(sql).fetchall():
+        kind_of = dict(zip(names, found, strict=True))
+    of_items = owned_columns("item", fitted.outputs, (roles.item, *roles.item_features))
+    of_users = owned_columns("user", fitted.outputs, (roles.user, *roles.user_features))
+    notes = []
+    for name in fitted.outputs:
+        read = {
+            kind_of.get(column): column
+            for column in fitted.only([name]).request_columns
+        }
+        if name in of_users:
+            continue
+        if name not in of_items and "follows" in read:
+            notes.append(
+                f"context column '{name}' reads '{read['follows']}', which the item decides: a ranking sees the answer "
+                "in it, and a request must send it; name it in Prepare(item_features=), or leave it out"
+            )
+        elif name in of_items and "changes" in read:
+            notes.append(
+                f"column '{name}' of the item differs among its rows: a bundle scores the item by that of its last "
+                "training row; if it is known with a request, make it context"
+            )
+    return notes
+
+
 class _Rule(NamedTuple):
     """A condition of values that would train silently."""
 
@@ -54,7 +111,7 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
 
     Raises:
         DataError: a label is not from 0 to 1, an id of the users or items is empty or holds a NUL byte, or a text of a
-            relation holds a line break.
+            relation holds a line break; or the user or the item is no id.
     """
     labels = [name for name in (prepared.label, *prepared.tasks) if name]
     raw_columns = prepared.preprocessor.raw_columns
@@ -73,6 +130,7 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
         except DataError as error:
             raise DataError(f"split '{split}': {error}") from None
         types = types or {name: opened.raw[name] for name in raw_columns}
+        _check_roles(prepared, stages(prepared.preprocessor.steps, opened.where, types))
         figures = []
         rules = _rules(prepared, opened, labels)
         for rule in rules:
@@ -92,6 +150,22 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
                 ((value,),) = con.sql(named).fetchall()
                 text = f"{short_text(value)[:40]}, in {count:,} rows: {rule.remedy}"
                 raise CellError(rule.name, row, text, where)
+
+
+def _check_roles(prepared: Prepare, types: Sequence[Types]) -> None:
+    """Refuses a user and an item that are no ids, and an item of several columns."""
+    for role, name in (("user", prepared.user), ("item", prepared.item)):
+        if name and types[-1][name] != INT64:
+            raise DataError(
+                f"Prepare.{role}: '{name}' is {types[-1][name]}, and each row has one id there; name an output of "
+                "Categorify, of a column without lists"
+            )
+    for step in prepared.preprocessor.steps:
+        if isinstance(step, Cross) and prepared.item in step.writes:
+            raise DataError(
+                f"Prepare.item: '{prepared.item}' is made of {listed(step.columns)}, and a catalogue names items by "
+                "one column; make one of them in SQL, such as brand || '/' || model"
+            )
 
 
 def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule]:
@@ -164,15 +238,19 @@ def run_preprocess(job: PreprocessJob) -> Path:
                 events=prepared.events,
                 progress=lambda step: print(f"fit {step}", flush=True),
             )
+        roles = _roles(prepared)
+        notes = item_notes(prepared, fitted, roles, con)
+        for note in notes:
+            print(f"note: {note}", flush=True)
         print(f"transform {', '.join(prepared.splits)}", flush=True)
         counts = write_folder(
             staging,
             fitted,
             prepared.splits,
-            _roles(prepared),
+            roles,
             con,
             events=prepared.events,
-            details={"recipe": job.name, "config": config},
+            details={"recipe": job.name, "config": config, "notes": notes},
         )
         figures |= {
             "rows": {split: each.rows for split, each in counts.items()},

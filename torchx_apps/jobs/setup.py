@@ -158,8 +158,17 @@ def seeded(job: Job) -> LoaderConfig:
 
 
 def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:
-    """Returns the loader of this rank's training batches."""
+    """Returns the loader of this rank's training batches.
+
+    Raises:
+        ValueError: ``loader.device`` is another device than the one that trains.
+    """
     config = seeded(job)
+    trains = runtime.device.type
+    if config.device not in (None, trains):
+        raise ValueError(
+            f"loader.device={config.device}: the job trains on {trains}; give loader.device={trains}, or leave it out"
+        )
     loader = task.loader(
         schema, config, rank=runtime.rank, world_size=runtime.world_size
     )

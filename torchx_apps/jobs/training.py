@@ -18,7 +18,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects, peak_resident
 from torchrec_ext.distributed.tables import tables_of
+from torchrec_ext.schema import SparseFeature
 from torchrec_ext.schema.validation import listed
+from torchrec_ext.sealed import write_whole
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
@@ -294,6 +296,10 @@ def open_run(
         unfinished = begun and not ended(path)
         replace = checkpoint is not None or unfinished
         before = records_before(checkpoint, path) if checkpoint else []
+        if checkpoint:
+            closing.push(
+                partial(_put_back, (path / CONFIG).read_bytes(), path, Path(checkpoint))
+            )
         folder = RunFolder(path, settings_of(job), replace=replace, before=before)
         closing.callback(folder.close)
         tracking = Tracking(path, settings_of(job), member=member)
@@ -304,6 +310,12 @@ def open_run(
         checkpointer=checkpointer,
         checkpoint=checkpoint,
     )
+
+
+def _put_back(config: bytes, path: Path, checkpoint: Path, *error: Any) -> None:
+    """After an error puts a run's settings back if nothing was saved by others: an export reads them."""
+    if any(error) and checkpoint == max(checkpoint.parent.glob("step-*")):
+        write_whole(path / CONFIG, config)
 
 
 def _say_anew(path: Path, root: str) -> None:
@@ -327,21 +339,26 @@ def _begin_with(
     """Loads the first vectors and weights of a new run, and prints each difference to the earlier run."""
     job = parts.job
     schema = parts.schema
-    dynamic: set[str] = set()
+    column_of: dict[str, SparseFeature] = {}
     for feature in schema.sparse:
-        if feature.dynamic:
-            dynamic.update(feature.tables)
+        column_of |= dict.fromkeys(feature.tables, feature)
     for name, file in job.pretrained.items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
             raise ValueError(
                 f"pretrained: '{name}' is no table of the model; its tables are {listed(tables)}"
             )
-        if name in dynamic:
+        column = column_of[name]
+        if column.dynamic:
             raise ValueError(
                 f"pretrained: '{name}' has dynamic ids, which get their rows in training; leave it out"
             )
-        count = load_vectors(model, name, file)
+        count = load_vectors(model, name, file, task.data.raw_values(column.name))
+        if not count:
+            raise ValueError(
+                f"pretrained: no id of {file} is a value of '{column.name}' in the training rows; write the ids as the "
+                "log has them"
+            )
         if runtime.is_main:
             print(f"table '{name}' begins with {count:,} vectors of {file}")
     if not job.start.path:

@@ -17,6 +17,7 @@ from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.data.prepared import Prepared, positive_share
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.config import EvaluationConfig
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.evaluator import Evaluator as Evaluator
@@ -220,12 +221,16 @@ class Task:
         Dynamic ids are these values, which mean themselves on any day, unlike rows of a vocabulary.
 
         Raises:
-            ValueError: the rows are sessions, which have no dynamic ids.
+            ValueError: the rows are sessions, which have no dynamic ids; or there is no such column.
         """
         if self.data.form == "sessions":
             raise ValueError(
                 f"ids.features.{name}: sessions have no dynamic ids; leave it out, or take --recipe two_tower, ncf, "
                 "n_tower, contextual_ncf, stream or multi_task"
+            )
+        if name not in self.data.features:
+            raise ValueError(
+                f"ids.features.{name}: is no column of ids; those are {listed(self.data.features)}"
             )
         return self.data.raw_values(name)
 

@@ -58,6 +58,17 @@ def test_each_vector_stands_in_the_row_of_its_id_and_no_other_row_moves(
 
 
 @pytest.mark.unit
+def test_ids_are_those_of_the_rows_where_these_are_given(tmp_path: Path) -> None:
+    model = small_model(torch.device("cpu"))
+    before = model.state_dict()[WEIGHT].clone()
+    values = pa.array([None, *(f"u{row}" for row in range(USERS - 1))])
+    path = write(tmp_path, pa.array(["u7", "new", None, "u1"]))
+    assert load_vectors(model, "user_id", path, values) == 2
+    before[[8, 2]] = torch.from_numpy(VECTORS[[0, 3]])
+    assert torch.equal(model.state_dict()[WEIGHT], before)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("ids", "vectors", "told"),
     [
@@ -74,7 +85,7 @@ def test_each_vector_stands_in_the_row_of_its_id_and_no_other_row_moves(
         (
             np.array([3]),
             np.full((1, DIM), np.nan, np.float32),
-            "the vector of id 3 is not finite",
+            "the vector of row 3 of the table is not finite",
         ),
         (
             np.array([3, 4]),

@@ -37,9 +37,9 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise OSError(
-            f"--host {host} --port {port}: cannot listen ({error.strerror or error}); take another port, or 0 for any "
+            f"--host {host} --port {port}: cannot listen ({error}); take another port, or 0 for any "
             "that is free"
         ) from None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,15 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError
 BLOCK = 65536
 
 
-def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """Reads a file block by block: yields ids (n,) int64, rows of a table, and vectors (n, D) float32.
+def read_vectors(
+    path: Path, values: pa.Array | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Reads a file block by block: yields rows of a table (n,) int64, and vectors (n, D) float32.
 
     Args:
-        path: parquet file with a column ``id`` of integers and ``vector`` of lists.
+        path: parquet file with a column ``id`` and ``vector`` of lists.
+        values: (V,) the id of each row; those of the file that are none of them get row -1. By default an id is the
+            number of a row.
 
     Raises:
         CheckpointError: the file is missing or damaged, or lacks a part.
@@ -39,10 +44,12 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
             # A list of another length than the first is refused by the cast.
             width = len(batch["vector"][0])
             vectors = batch["vector"].cast(pa.list_(pa.float32(), width)).flatten()
-            ids = batch["id"].cast(pa.int64()).fill_null(-1).to_numpy()
+            ids = batch["id"]
+            if values is not None:
+                ids = pc.index_in(ids.cast(values.type), values, skip_nulls=True)
             yield (
-                torch.from_numpy(ids.copy()),
-                torch.from_numpy(vectors.to_numpy().copy()).view(len(ids), -1),
+                torch.tensor(ids.cast(pa.int64()).fill_null(-1).to_numpy()),
+                torch.tensor(vectors.to_numpy()).view(-1, width),
             )
     except Exception as error:
         # Arrow and torch have errors of their own for a damaged file.
@@ -52,16 +59,20 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
         ) from None
 
 
-def load_vectors(model: nn.Module, table: str, path: Path) -> int:
+def load_vectors(
+    model: nn.Module, table: str, path: Path, values: pa.Array | None = None
+) -> int:
     """Loads the vectors of a file into a table; rows without a vector are unchanged.
 
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded; each rank reads the file and writes its own shards.
         table: name of the table.
         path: file of vectors, see :func:`read_vectors`.
+        values: (V,) the id of each row, of text or whole numbers; vectors of other ids are left out. By default ids are
+            numbers of rows.
 
     Returns:
-        The number of vectors.
+        The number of vectors that were loaded.
 
     Raises:
         CheckpointError: an id is not a row of the table, or a vector has another width or is not finite; blocks before
@@ -70,34 +81,38 @@ def load_vectors(model: nn.Module, table: str, path: Path) -> int:
     shards = [shard for shard in local_shards(model) if shard.config.name == table]
     count = 0
     with torch.no_grad():
-        for ids, vectors in read_vectors(path):
+        for ids, vectors in read_vectors(path, values):
+            if values is not None:
+                vectors = vectors[ids >= 0]
+                ids = ids[ids >= 0]
             # A rank without a shard reads the file too, and checks what it can.
-            wrong = _wrong(table, shards[0].config if shards else None, ids, vectors)
+            wrong = _wrong(table, shards, ids, vectors)
             if wrong:
                 raise CheckpointError(f"'{path}': {wrong}")
             count += len(ids)
             for shard in shards:
                 local = (ids >= shard.row) & (ids < shard.row + len(shard.tensor))
-                columns = slice(shard.column, shard.column + shard.tensor.shape[1])
                 shard.tensor[(ids[local] - shard.row).to(shard.tensor.device)] = (
-                    vectors[local][:, columns].to(shard.tensor)
+                    vectors[
+                        local, shard.column : shard.column + shard.tensor.shape[1]
+                    ].to(shard.tensor)
                 )
     return count
 
 
-def _wrong(table: str, config: Any, ids: Tensor, vectors: Tensor) -> str:
+def _wrong(table: str, shards: Any, ids: Tensor, vectors: Tensor) -> str:
     """Says what is wrong with a block of vectors; empty if nothing is."""
-    bad = ids[(~torch.isfinite(vectors)).any(dim=1)]
+    bad = ids[(~torch.isfinite(vectors)).any(1)]
     if len(bad):
-        return f"the vector of id {int(bad[0])} is not finite; leave it out, or mend it"
-    if config is None:
+        return f"the vector of row {int(bad[0])} of the table is not finite; leave it out, or mend it"
+    if not shards:
         return ""
-    rows, dim = config.num_embeddings, config.embedding_dim
-    if vectors.shape[1] != dim:
-        return f"vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={dim}"
-    outside = ids[(ids < 0) | (ids >= rows)]
+    config = shards[0].config
+    if vectors.shape[1] != config.embedding_dim:
+        return f"vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={config.embedding_dim}"
+    outside = ids[(ids < 0) | (ids >= config.num_embeddings)]
     if len(outside):
-        return f"id {int(outside[0])} is no row of table '{table}', which has {rows:,}"
+        return f"id {int(outside[0])} is no row of table '{table}', which has {config.num_embeddings:,}"
     return ""
 
 
@@ -118,7 +133,13 @@ def publish_weights(path: str, file: Path) -> dict[str, tuple[int, ...]]:
     """
     saved = read_checkpoint(path)
     metadata: Mapping[str, Any] = saved.index.state_dict_metadata
-    names = dict(_weight_names(saved.manifest, metadata))
+    names = {
+        weight: f"tables.{table}.weight"
+        for table, weight in saved.manifest["paths"].items()
+    }
+    for name in metadata:
+        if name.startswith("dense.") and "@" not in name:
+            names[name.removeprefix("dense.")] = name
     shapes = {}
     for name, saved_name in names.items():
         tensor = metadata[saved_name]
@@ -136,14 +157,3 @@ def publish_weights(path: str, file: Path) -> dict[str, tuple[int, ...]]:
     finally:
         part.unlink(missing_ok=True)
     return {name: shape.size for name, shape in shapes.items()}
-
-
-def _weight_names(
-    saved: Mapping[str, Any], tensors: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """Yields each weight's name in the model's state dict, and its name in the checkpoint."""
-    for table, path in saved["paths"].items():
-        yield path, f"tables.{table}.weight"
-    for name in tensors:
-        if name.startswith("dense.") and "@" not in name:
-            yield name.removeprefix("dense."), name
