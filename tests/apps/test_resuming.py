@@ -194,8 +194,10 @@ def test_a_run_that_failed_lets_its_folder_go(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     run_training(job, tmp_path / "run")
     assert failed.value.__traceback__ is not None
-    # A start that is refused leaves the settings of what is saved.
-    saved = (tmp_path / "run/config.json").read_text()
+    # A start that is refused leaves settings, records and plan of what is saved.
+    files = [tmp_path / f"run/{name}" for name in ("config.json", "metrics.jsonl")]
+    files.append(tmp_path / "run/plan.txt")
+    saved = [file.read_text() for file in files]
     with pytest.raises(CheckpointError, match="is of another model"):
         run_training(with_settings(job, ["model.embedding_dim=8"]), tmp_path / "run")
-    assert (tmp_path / "run/config.json").read_text() == saved
+    assert [file.read_text() for file in files] == saved

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
 from torchrec_ext.train.checkpoint.vectors import load_vectors
-from torchrec_ext.train.guards import Watchdog
+from torchrec_ext.train.guards import RunStoppedError, Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import report
@@ -52,7 +53,7 @@ from torchx_apps.jobs.setup import (
     shard_job,
 )
 from torchx_apps.jobs.tracking import Tracking
-from torchx_apps.recipes.saved_job import CONFIG, records_in
+from torchx_apps.recipes.saved_job import CONFIG, METRICS, records_in
 from torchx_apps.tasks.evaluator import OutputCheck
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task
@@ -296,11 +297,12 @@ def open_run(
         unfinished = begun and not ended(path)
         replace = checkpoint is not None or unfinished
         before = records_before(checkpoint, path) if checkpoint else []
-        if checkpoint:
-            closing.push(
-                partial(_put_back, (path / CONFIG).read_bytes(), path, Path(checkpoint))
-            )
+        written = [path / name for name in (CONFIG, METRICS, "plan.txt")]
+        saved = {each: each.read_bytes() for each in written if each.is_file()}
         folder = RunFolder(path, settings_of(job), replace=replace, before=before)
+        if checkpoint:
+            records = (path / METRICS).read_bytes()
+            closing.push(partial(_put_back, saved, path / METRICS, records))
         closing.callback(folder.close)
         tracking = Tracking(path, settings_of(job), member=member)
     return _Run(
@@ -312,10 +314,15 @@ def open_run(
     )
 
 
-def _put_back(config: bytes, path: Path, checkpoint: Path, *error: Any) -> None:
-    """After an error puts a run's settings back if nothing was saved by others: an export reads them."""
-    if any(error) and checkpoint == max(checkpoint.parent.glob("step-*")):
-        write_whole(path / CONFIG, config)
+def _put_back(
+    saved: Mapping[Path, bytes], metrics: Path, records: bytes, error: Any, *_: object
+) -> None:
+    """After an error before the first record puts the files of a run back: they belong to its checkpoints."""
+    # A run that is stopped saves a checkpoint, which has the settings of now.
+    is_refused = error not in (None, RunStoppedError)
+    if is_refused and metrics.read_bytes() == records:
+        for file, content in saved.items():
+            write_whole(file, content)
 
 
 def _say_anew(path: Path, root: str) -> None:

@@ -461,7 +461,7 @@ class ChunkLoader:
             f"{name} was {then[name]!r} and is {stream.get(name)!r}" for name in changes
         )
         raise ValueError(
-            f"cannot resume in the middle of an epoch: {was[:90]}; put settings and files back, or begin a new run "
+            f"cannot resume with other batches: {was[:90]}; put settings and files back, or begin a new run "
             "with its weights (start.path)"
         )
 
