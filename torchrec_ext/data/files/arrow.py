@@ -102,8 +102,9 @@ def not_utf8(array: pa.Array) -> int:
     r"""Returns the first row with text that is no UTF-8; -1 if there is none. Arrow itself does not look.
 
     Example:
-        >>> not_utf8(pa.array(["a", "ü"])), not_utf8(pa.array([b"a", b"\xfc"]).view(pa.string()))
-        (-1, 1)
+        >>> texts = pa.array([b"a", b"b", b"\xfc"]).view(pa.string())
+        >>> not_utf8(pa.array(["a", "ü"])), not_utf8(texts), not_utf8(pa.ListArray.from_arrays([0, 2, 3], texts))
+        (-1, 2, 1)
     """
     if is_list_type(array.type):
         value = not_utf8(array.flatten())
