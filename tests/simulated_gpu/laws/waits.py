@@ -41,13 +41,13 @@ def test_a_step_waits_no_more_often_than_it_did(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[int] = []
-    after_step = loop._Run._after_step
+    after_step = loop.TrainingRun._after_step
 
-    def mark(run: loop._Run, output: Any) -> None:
+    def mark(run: loop.TrainingRun, output: Any) -> None:
         after_step(run, output)
         ends.append(len(events))
 
-    monkeypatch.setattr(loop._Run, "_after_step", mark)
+    monkeypatch.setattr(loop.TrainingRun, "_after_step", mark)
     recipe = name.split()[0]
     with simulated_cuda.observed() as events:
         train(
