@@ -9,9 +9,9 @@ from tests.simulated_gpu.laws.waits import NEVER_CAPTURED
 from torchx_apps.recipes import RECIPES
 
 STEPS = 60
-# Of sets whose epoch has 16 to 47 steps.
-SHORT = ("multi_task", "n_tower", "ncf", "retrieval", "two_tower")
-EPOCHS = {"session": 4, "stream": 2, **dict.fromkeys(SHORT, 3)}
+# Of sets whose epoch has 12 to 59 steps.
+SHORT = ("multi_task", "ncf", "retrieval", "stream", "two_tower")
+EPOCHS = {"contextual_ncf": 2, "n_tower": 5, "session": 4, **dict.fromkeys(SHORT, 3)}
 # Attention of a GPU draws its dropout in another order than that of a CPU.
 EQUAL = {"bst": ("model.dropout=0.0",)}
 
@@ -46,6 +46,10 @@ def test_losses_of_captured_steps_are_those_of_eager_ones(
     settings += [f"optimizer.{each}_lr=0.05" for each in ("tables", "dense")]
     settings += ["optimizer.tables_l2=0"]  # not of SGD
     settings += ["device=cuda", f"train.epochs={EPOCHS.get(recipe, 1)}"]
+    if recipe in ("n_tower", "stream"):
+        # A value beside the kink of a ReLU is on its other side after another rounding:
+        # eager losses move by 2e-5 if the first weights do by 6e-8.
+        settings.append("model.activation=tanh")
     eager, captured = (
         train(recipe, tmp_path / steps, f"train.compile={steps}", *settings)
         for steps in ("off", "require")
