@@ -383,8 +383,9 @@ def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(
     _, tensors = state_of(tmp_path / "new")
     assert len(tensors["tables.item_id.weight"]) == 90
     shutil.rmtree(run / "checkpoints")
+    # Starts that were refused have left the records as they were.
     assert (
-        f"warning: {run} has 2 records, and {run}/checkpoints no checkpoint: the run "
+        f"warning: {run} has 3 records, and {run}/checkpoints no checkpoint: the run "
         "begins anew" in told(arguments, 0)
     )
 
