@@ -189,11 +189,11 @@ class CapturedStep:
         self._reading = {name: partial(read, name) for name in memory.tables}
         batch = (inputs.make(inputs.resident, tensors),)
         before = [(each, _numbers(each)) for each in self._model.modules()]
-        drawn = _drawn()
+        state = _draws_of_python()
         copies = copies_of_global_generators()
         try:
             functional_call(self._model, fixed, batch)
-            changed = [] if _drawn() == drawn else ["random"]
+            changed = [] if _draws_of_python() == state else ["random"]
         finally:
             for put_back in copies:
                 put_back()
@@ -321,7 +321,7 @@ def _numbers(module: nn.Module) -> dict[str, float]:
     return {name: value for name, value in own if isinstance(value, int | float)}
 
 
-def _drawn() -> object:
+def _draws_of_python() -> object:
     """Returns the state of the generators that are not torch's."""
     return random.getstate(), str(np.random.get_state())
 

@@ -55,7 +55,7 @@ _REPEATS = 1_000
 def item_notes(
     prepared: Prepare, fitted: FittedPreprocessor, roles: Roles, con: Connection
 ) -> list[str]:
-    """Returns a line for each context column that tells the item, and each column of the item that changes."""
+    """Returns a line for each column of a doubtful owner: context that tells the item, or an item's that changes."""
     if roles.item is None:
         return []
     (key,) = fitted.only([roles.item]).request_columns
@@ -79,18 +79,18 @@ def item_notes(
     of_users = owned_columns("user", fitted.outputs, (roles.user, *roles.user_features))
     notes = []
     for name in fitted.outputs:
-        read = {
+        column_of = {
             kind_of.get(column): column
             for column in fitted.only([name]).request_columns
         }
         if name in of_users:
             continue
-        if name not in of_items and "follows" in read:
+        if name not in of_items and "follows" in column_of:
             notes.append(
-                f"context column '{name}' reads '{read['follows']}', which the item decides: a ranking sees the answer "
-                "in it, and a request must send it; name it in Prepare(item_features=), or leave it out"
+                f"context column '{name}' reads '{column_of['follows']}', which the item decides: a ranking sees the "
+                "answer in it, and a request must send it; name it in Prepare(item_features=), or leave it out"
             )
-        elif name in of_items and "changes" in read:
+        elif name in of_items and "changes" in column_of:
             notes.append(
                 f"column '{name}' of the item differs among its rows: a bundle scores the item by that of its last "
                 "training row; if it is known with a request, make it context"

@@ -53,7 +53,7 @@ from torchx_apps.jobs.setup import (
     shard_job,
 )
 from torchx_apps.jobs.tracking import Tracking
-from torchx_apps.recipes.saved_job import CONFIG, METRICS, records_in
+from torchx_apps.recipes.saved_job import CONFIG, RECORDS, records_in
 from torchx_apps.tasks.evaluator import OutputCheck
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task
@@ -297,12 +297,12 @@ def open_run(
         unfinished = begun and not ended(path)
         replace = checkpoint is not None or unfinished
         before = records_before(checkpoint, path) if checkpoint else []
-        written = [path / name for name in (CONFIG, METRICS, "plan.txt")]
-        saved = {each: each.read_bytes() for each in written if each.is_file()}
+        files = [path / name for name in (CONFIG, RECORDS, "plan.txt")]
+        saved = {file: file.read_bytes() for file in files if file.is_file()}
         folder = RunFolder(path, settings_of(job), replace=replace, before=before)
         if checkpoint:
-            records = (path / METRICS).read_bytes()
-            closing.push(partial(_put_back, saved, path / METRICS, records))
+            records = (path / RECORDS).read_bytes()
+            closing.push(partial(_put_back, saved, path / RECORDS, records))
         closing.callback(folder.close)
         tracking = Tracking(path, settings_of(job), member=member)
     return _Run(

@@ -19,7 +19,7 @@ from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.job import Job
 
 CONFIG = "config.json"
-METRICS = "metrics.jsonl"
+RECORDS = "metrics.jsonl"
 
 
 def summary_of(run: Path) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def records_in(run: Path) -> list[Record]:
     records: list[Record] = []
     with suppress(OSError):
         # Bytes: what a crash leaves in a line need be no text.
-        for line in (run / METRICS).read_bytes().splitlines():
+        for line in (run / RECORDS).read_bytes().splitlines():
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict):
