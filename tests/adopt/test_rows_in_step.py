@@ -9,6 +9,7 @@ import io
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,6 +143,7 @@ class Concatenated(nn.Module):
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "read": lambda rows: None,
     "written": lambda rows: rows[1].mul_(2.0),
+    "halved": lambda rows: None,  # multiplied in bfloat16: a sum of products is another
 }
 
 
@@ -171,7 +173,16 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
         negatives = Uniform(ITEMS, draws=4, exclude=("item", "item"))
         rows = Rows(columns, 8, negatives=negatives, seed=3)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        step = adopt(model, optimizer, logistic(model), compile=way)  # type: ignore[arg-type]
+        autocast = partial(
+            torch.autocast, "cpu", torch.bfloat16, enabled=change == "halved"
+        )
+        step = adopt(
+            model,
+            optimizer,
+            logistic(model),
+            autocast=autocast,
+            compile=way,  # type: ignore[arg-type]
+        )
         found.append((losses_of(step, rows, 4), model.state_dict()))
     (eager, weights), (captured, others) = found
     assert captured == pytest.approx(eager, abs=2e-6)

@@ -153,6 +153,20 @@ def test_a_loader_of_something_else_is_refused() -> None:
     assert told.startswith("train(): the loader gives a Tensor, must be TowerBatches")
 
 
+def bare(runtime: Runtime) -> str:
+    parallel, optimizer = hybrid_parallel(small_model(), runtime)
+    output = types.SimpleNamespace(loss=0.0)
+    parallel.register_forward_hook(lambda *given: (given[2][0], output))
+    with pytest.raises(ValueError) as error:
+        train(parallel, optimizer, Batches(runtime, 2), runtime, TrainConfig(epochs=1))
+    return str(error.value)
+
+
+def test_a_run_whose_model_gives_no_weights_is_refused() -> None:
+    (told,) = run_ranks(bare, 1)
+    assert "has no weights; forward returns" in told
+
+
 def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:
     """Weights after three epochs with dropout, and so with random numbers that an evaluation might use up."""
     data = checkerboard_data(users=10, items=14)
