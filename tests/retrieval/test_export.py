@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.contracts import mostly_slow
 from tests.retrieval.kinds import (
+    COLUMNS,
     ITEMS,
     KINDS,
     MOST,
@@ -164,7 +165,21 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
         export_of(model, out, recall=2)
     with pytest.raises(BundleError, match=r"queries: there are no rows to audit by"):
         export_of(model, out, queries=None)
+    features = table(columns_of(model, "item"))
+    prices = [*COLUMNS["price"]]
+    prices[5] = None
+    place = features.column_names.index("price")
+    items = features.set_column(place, "price", pa.array(prices, pa.float32()))
+    wrong = Catalogue(ids=np.arange(ITEMS) + 100, features=items)
+    with pytest.raises(ValueError, match=r"item 105, column 'price', row 5"):
+        export_of(model, out, catalogue=wrong)
+    weight = model.towers["item"].mlp[-1].weight
     with torch.no_grad():
+        weight *= 1e6
+    with pytest.raises(BundleError, match=r"item 0: .* in fp16; .* take store=fp32"):
+        export_of(model, out, store="fp16")
+    with torch.no_grad():
+        weight /= 1e6
         model.towers["user"].mlp[0].weight[0, 0] = torch.nan
     with pytest.raises(BundleError, match=r"gives NaN or infinity as a logit"):
         export_of(model, out)
