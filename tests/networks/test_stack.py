@@ -577,6 +577,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "running_mean is written by forward, which a stack would lose",
     ),
+    "limited rows": (
+        lambda: steps(
+            lambda network, x: F.embedding(
+                x.long(), network.weight, max_norm=1.0
+            ).mean(),
+            nn.Embedding(3, 2),
+            nn.Embedding(3, 2),
+        ),
+        "embedding with max_norm, .* is not in a stack: leave it out",
+    ),
     "another network": (
         lambda: steps(lambda network, x: SHARED(x).mean()),
         "does not depend on a weight of the network",
