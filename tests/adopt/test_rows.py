@@ -542,6 +542,7 @@ def test_a_distribution_that_does_not_fit_the_columns_is_refused(
         ({"columns": {"a": [1, 2], "b": [1]}}, "columns have {'a': 2, 'b': 1} rows"),
         ({"columns": {"a": ["x"]}}, "column 'a': must be a tensor or an array"),
         ({"negatives": Uniform(4)}, "name the positives' column, such as exclude="),
+        ({"negatives": 4}, "negatives=4: must be a Uniform or Popular"),
         (
             {
                 "columns": {"item": [1, 2], "label": [0, 1]},
@@ -564,6 +565,10 @@ def test_an_argument_out_of_range_is_refused(
         Uniform(3, draws=0)
     with pytest.raises(ValueError, match="known= without exclude="):
         Uniform(3, known=([0], [1]))
+    pairs: dict[str, Any] = {"exclude": "user", "known": ([0],)}
+    for name, pair in pairs.items():
+        with pytest.raises(ValueError, match=rf"{name}=.*: must be two, the user's"):
+            Uniform(3, **{"exclude": ("user", "item"), name: pair})
 
 
 @pytest.mark.parametrize("first", [0, -7], ids=["numbered", "other numbers"])

@@ -122,12 +122,10 @@ class ShardableTable(nn.Module):
             torch._assert_async(((ids >= 0) & (ids < self._rows)).all())
         elif bad := bad_id(ids, self._rows, self._name):
             raise IndexError(bad)
-        bags, length = (
-            (ids.shape[0], ids.shape[1]) if self._is_bag else (ids.numel(), 1)
-        )
+        bags, length = ids.shape if self._is_bag else (ids.numel(), 1)
         lengths = torch.full((bags,), length, dtype=torch.int64, device=ids.device)
         # TorchRec's kernels read ids as they lie in memory: a column of a matrix is copied.
-        flat = ids.reshape(-1).contiguous()
+        flat = ids.flatten().contiguous()
         return KeyedJaggedTensor([self._name], flat, lengths=lengths)
 
 
@@ -198,8 +196,7 @@ def adopt_tables(model: nn.Module, *, without: Collection[str] = ()) -> nn.Modul
             exchanged[table] = made.train(table.training)
         if not path:
             return exchanged[table]
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, exchanged[table])
+        model.set_submodule(path, exchanged[table])
     return model
 
 

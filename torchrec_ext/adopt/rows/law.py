@@ -6,7 +6,7 @@ NegativeDraws: a distribution over rows of columns, drawn as those of recipes ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,11 +32,18 @@ class Law:
     """A sampling distribution that a user declares; its arguments are those of :class:`Uniform`."""
 
     items: Items
-    draws: int = field(default=1, kw_only=True)
-    exclude: tuple[str, str] | None = field(default=None, kw_only=True)
-    known: tuple[Any, Any] | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    draws: int = 1
+    exclude: tuple[str, str] | None = None
+    known: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("exclude", "known"):
+            pair = getattr(self, name)
+            if pair is not None and (isinstance(pair, str) or len(pair) != 2):
+                raise ValueError(
+                    f"{name}={pair!r:.60}: must be two, the user's and the item's, such as exclude=('user', 'item')"
+                )
         if self.known is not None and self.exclude is None:
             raise ValueError(
                 "known= without exclude=: name the columns of user and item, such as exclude=('user', 'item')"
@@ -59,7 +66,7 @@ class Uniform(Law):
         known: users (P,) and items (P,) of further pairs that are never drawn, such as those held out for a test.
 
     Raises:
-        ValueError: ``draws`` is below 1, or ``known`` has no ``exclude``.
+        ValueError: ``draws`` is below 1, ``exclude`` or ``known`` is no pair, or ``known`` has no ``exclude``.
     """
 
 
@@ -76,8 +83,9 @@ class Popular(Law):
         exponent: power of the counts, 0.75 in word2vec.
     """
 
-    counted: str = field(kw_only=True)
-    exponent: float = field(default=0.75, kw_only=True)
+    _: KW_ONLY
+    counted: str
+    exponent: float = 0.75
 
 
 def integers(columns: TensorColumns, name: str, argument: str) -> Ids:

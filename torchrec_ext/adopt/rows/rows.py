@@ -97,8 +97,9 @@ class Rows:
         }
         self.batch_size = batch_size
         self.shuffle = shuffle
+        share = Share(rank=rank, world_size=ranks)
         self.order = _order(
-            self.num_rows, batch_size, seed, shuffle, drop_last, ranks, rank
+            self.num_rows, batch_size, seed if shuffle else None, drop_last, share
         )
         self.negatives: NegativeDraws | None = None
         self._positive = ""
@@ -109,6 +110,11 @@ class Rows:
         self.repeats: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
         if negatives is not None:
+            if not isinstance(negatives, Law):
+                raise ValueError(
+                    f"negatives={negatives!r:.60}: must be a Uniform or Popular, such as Uniform(ITEMS, draws=4, "
+                    "exclude=('user', 'item'))"
+                )
             if DRAWN in self.columns:
                 raise ValueError(
                     f"a column '{DRAWN}' with negatives=: the drawn ids have this name; rename the column"
@@ -127,16 +133,13 @@ class Rows:
                 "negatives without exclude=: name the positives' column, such as exclude=('item', 'item'), or give "
                 "make="
             )
-        positive = negatives.exclude[1]
         if LABEL in self.columns:
             raise ValueError(
                 f"a column '{LABEL}' with negatives: labels are made, 1 for the positive; leave it out, or give make="
             )
-        self._positive = positive
-        count = 1 + negatives.draws
-        for name in self.columns:
-            if name != positive:
-                self.repeats[name] = count
+        _, self._positive = negatives.exclude
+        self.repeats = dict.fromkeys(self.columns, 1 + negatives.draws)
+        del self.repeats[self._positive]
         self.names = (*self.columns, LABEL)
 
     def _usual(self, pieces: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -144,21 +147,19 @@ class Rows:
         if self.negatives is None:
             return tuple(pieces[name] for name in self.columns)
         positive = pieces[self._positive]
-        size = len(positive)
         count = 1 + self.negatives.count
-        batch = []
-        for name in self.columns:
-            piece = pieces[name]
-            if name == self._positive:
-                both = torch.cat(
-                    [piece.reshape(size, 1), pieces[DRAWN].to(piece.dtype)], 1
-                )
-                batch.append(both.flatten())
-            else:
-                batch.append(piece.repeat_interleave(count, 0))
-        places = torch.arange(size * count, device=positive.device)
-        batch.append((places % count == 0).float())
-        return tuple(batch)
+        drawn = pieces[DRAWN].to(positive.dtype)
+        items = torch.cat([positive.reshape(-1, 1), drawn], 1).flatten()
+        places = torch.arange(len(items), device=positive.device)
+        return (
+            *(
+                items
+                if name == self._positive
+                else pieces[name].repeat_interleave(count, 0)
+                for name in self.columns
+            ),
+            (places % count == 0).float(),
+        )
 
     def check(self, loader: DataLoader[Any]) -> str:
         """Compares all batches of an epoch with those of the user's DataLoader, in the order of its Dataset.
@@ -293,18 +294,16 @@ class RowsOnDevice(ResidentRows):
 def _order(
     num_rows: int,
     batch_size: int,
-    seed: int,
-    shuffle: bool,
+    seed: int | None,
     drop_last: bool,
-    ranks: int,
-    rank: int,
+    share: Share,
 ) -> RowOrder:
     """Returns the order of rows of which each rank takes ``batch_size`` a step.
 
     Raises:
         ValueError: an argument is out of range.
     """
-    share = Share(rank=rank, world_size=ranks)
+    ranks = share.world_size
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(
             f"batch_size={batch_size!r}: must be a whole number of 1 or more"
@@ -324,7 +323,7 @@ def _order(
         num_steps=full + has_short,
         drop_last=drop_last,
         share=share,
-        seed=seed if shuffle else None,
+        seed=seed,
     )
 
 
