@@ -1,7 +1,7 @@
 # The package as an image, for the CPU:  docker build --tag my_image:1 .
 # For NVIDIA GPUs:                       docker build --tag my_image:1 --build-arg VARIANT=cuda .
 # For another torch, as `doctor --help` lists them: --build-arg STACK=2.14
-# pip looks for packages where it always does; name another place by --build-arg PIP_INDEX_URL=...,
+# pip and uv look for packages where they always do; name another place by --build-arg PIP_INDEX_URL=...,
 # PIP_EXTRA_INDEX_URL=... or PIP_FIND_LINKS=...
 ARG BASE=python:3.12-slim-bookworm
 

@@ -20,9 +20,9 @@ def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def for_a_cpu(packages: str) -> str:
-    """A CPU build is taken from where pip looks, or from PyTorch's own index; the registry's torch never is."""
-    index = "--extra-index-url https://download.pytorch.org/whl/cpu"
-    return f"install {packages} || install {packages} {index}"
+    """A CPU build is taken from where pip looks, or from where uv knows them; the registry's torch never is."""
+    uv = f"install uv && {sys.executable} -m uv pip install {packages}"
+    return f"install {packages} || {{ {uv} --torch-backend cpu; }}"
 
 
 @pytest.mark.unit

@@ -3,7 +3,7 @@
 Exit status 0 when healthy, 1 when not. `--install` runs that line first. Needs no torch to run.
 
 The public registry's torch is the CUDA build on every Linux, gigabytes of it. For a CPU the line takes
-`torch==...+cpu` from where pip looks, or else from PyTorch's own index.
+`torch==...+cpu` from where pip looks, or else by uv, which knows PyTorch's own index.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from torchrec_ext.stack import (
     wanted_variant,
 )
 
-_CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 _PYTHON = shlex.quote(sys.executable)
 _PIP = f"{_PYTHON} -m pip"
+_UV = f"{_PIP} install uv && {_PYTHON} -m uv pip"
 
 
 def repair(current: Installed, variant: Variant, triple: Triple) -> str:
     """Returns the command for packages that do not fit; empty if all do."""
     needs = requirements(variant, triple)
-    pins = {}
-    for name in mismatches(current, variant, triple):
-        pins[name] = f"{name}=={needs[name]}".removesuffix("==None")
+    pins = {
+        name: f"{name}=={needs[name]}".removesuffix("==None")
+        for name in mismatches(current, variant, triple)
+    }
     steps = []
     # What does not fit goes first: a CPU build of torch fits the CUDA build's pin, and would stay.
     # Both builds of fbgemm unpack into one folder, so neither is whole beside the other.
@@ -52,7 +53,7 @@ def repair(current: Installed, variant: Variant, triple: Triple) -> str:
         # One call for the rest: each takes seconds.
         install = f"{_PIP} install {' '.join(pins.values())}"
         if variant == "cpu":
-            install += f" || {install} {_CPU_INDEX}"
+            install += f" || {{ {install.replace(_PIP, _UV)} --torch-backend cpu; }}"
         steps.append(install)
     if torchrec:
         steps.append(f"{_PIP} install --no-deps {torchrec}")

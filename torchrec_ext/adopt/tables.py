@@ -203,14 +203,13 @@ def adopt_tables(model: nn.Module, *, without: Collection[str] = ()) -> nn.Modul
 def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
     # As adopt() refuses it.
     fault = fault_of_module(table)
-    forwards = (nn.Embedding.forward, nn.EmbeddingBag.forward)
     if isinstance(table, nn.EmbeddingBag) and table.padding_idx is not None:
         fault = f"has padding_idx={table.padding_idx}; take nn.Embedding, and pool its rows in forward"
     elif not table.weight.requires_grad:
         fault = "has a frozen weight; make it a buffer of a module of your own"
     elif table.weight.dtype != torch.float32:
         fault = f"has a {table.weight.dtype} weight; call float() first"
-    elif type(table).forward not in forwards:
+    elif type(table).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward):
         fault = "has a forward of its own; put what it does beside the look-up into another module"
     elif table._forward_hooks or table._forward_pre_hooks:
         fault = "has hooks; put them on another module"
