@@ -230,6 +230,10 @@ def test_tables_named_in_without_stay() -> None:
     adopt_tables(model, without=["pos"])
     assert model["pos"] is tables["pos"]
     assert model["user"] is not tables["user"]
+    # Those of a collection are TorchRec's already.
+    collection = model["user"].collection
+    with pytest.raises(CannotAdopt, match=r"has no nn\.Embedding and no"):
+        adopt_tables(nn.ModuleDict({"user": collection}))
 
 
 IDS = torch.tensor([[0, 1], [2, 3]])
