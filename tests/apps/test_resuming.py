@@ -136,16 +136,18 @@ def test_a_million_records_do_not_grow_a_checkpoint_and_are_gone_on_with(
 
 
 def test_a_run_without_checkpoints_that_has_ended_is_not_written_over(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unsaved = ["checkpoint.epochs=0", "checkpoint.steps=0", "train.epochs=1"]
     job = with_settings(load_recipe("two_tower"), [*SHORT, *unsaved])
     run_training(job, tmp_path / "run")
     with pytest.raises(RunFolderError, match="holds another run"):
         run_training(job, tmp_path / "run")
+    assert "begins anew" not in capsys.readouterr().err
     # One that was cut short before it could be saved begins again.
     (tmp_path / "run" / "summary.json").unlink()
     run_training(job, tmp_path / "run")
+    assert "begins anew, from nothing" in capsys.readouterr().err
 
 
 def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) -> None:

@@ -281,20 +281,13 @@ def open_run(
             checkpoint = checkpointer.last_good()
         if runtime.is_main and checkpoint:
             print(f"resuming from {checkpoint}", flush=True)
-        if runtime.is_main and begun and not checkpoint:
-            _say_anew(path, root)
-        if runtime.is_main and job.checkpoint.saves and not checkpoint:
-            # A grid is named by the folder of all members.
-            again = path.parent if member else path
-            print(
-                f"saving into {root}; if the job is killed, the same command with --run_dir {again} goes on",
-                flush=True,
-            )
     folder = tracking = None
     if runtime.is_main:
         # A run that goes on writes its folder anew, also one that was cut short before
         # its first checkpoint. One that has ended without checkpoints is refused.
         unfinished = begun and not ended(path)
+        if unfinished and not checkpoint:
+            _say_anew(path, root)
         replace = checkpoint is not None or unfinished
         before = records_before(checkpoint, path) if checkpoint else []
         files = [path / name for name in (CONFIG, RECORDS, "plan.txt")]
@@ -305,6 +298,13 @@ def open_run(
             closing.push(partial(_put_back, saved, path / RECORDS, records))
         closing.callback(folder.close)
         tracking = Tracking(path, settings_of(job), member=member)
+        if job.checkpoint.saves and not checkpoint:
+            # A grid is named by the folder of all members.
+            again = path.parent if member else path
+            print(
+                f"saving into {root}; if the job is killed, the same command with --run_dir {again} goes on",
+                flush=True,
+            )
     return _Run(
         path=path,
         folder=folder,
