@@ -186,8 +186,9 @@ def test_an_item_that_training_never_met_is_left_out_of_a_session(
     """As training has none, its row is not trained: read last in a session, it would decide what is recommended."""
     events = {
         "user": [1, 1, 1, 1, 2, 2, 2, 2],
-        "item": [1, 2, 9, 3, 3, 2, 1, 2],
-        "time": [*range(4), *range(4)],
+        "item": [3, 9, 2, 1, 2, 1, 2, 3],
+        # The last event first; seconds in fractions, of which 32 bits would make one time.
+        "time": [1.7e9 - row for row in range(8)],
     }
     data = load(write(tmp_path / "plays", inter=events), "sessions")
     test = data.rows("test")["session"]

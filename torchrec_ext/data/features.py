@@ -60,7 +60,7 @@ def read_rows(
     """Reads a file's columns under our names: ids, numbers, times and texts in the types of steps.
 
     Whole numbers are int64; dates, times and texts in ISO 8601 ``timestamp[us, UTC]``; fractions are those of 32 bits
-    in 64; an order, times of any unit, is a number.
+    in 64; an order, times of any unit, is a number with all its digits.
 
     Args:
         path: a parquet file.
@@ -103,12 +103,13 @@ def read_rows(
     for name, word in words.items():
         column = _typed(path, word, name, one_piece(table[word]))
         _check(path, word, name, column, is_needed=name in needs)
-        if pa.types.is_floating(column.type):
+        if name == ORDER:
+            if pa.types.is_timestamp(column.type):
+                column = column.cast(pa.int64())
+        elif pa.types.is_floating(column.type):
             # Rounded to 32 bits, so that a number compares equal in files of 32 and of
-            # 64 bits; means are computed in 64.
+            # 64 bits; means are computed in 64. Not times: 32 bits hold two minutes.
             column = column.cast(pa.float32()).cast(pa.float64())
-        if name == ORDER and pa.types.is_timestamp(column.type):
-            column = column.cast(pa.int64())
         columns[name] = column
     return columns
 
