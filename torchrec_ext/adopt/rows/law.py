@@ -192,7 +192,7 @@ class NegativeDraws(RowDraws):
         sampler.seed = seed
         super().__init__(sampler, users, law.draws, self.catalogue)
         self.known = sampler.known
-        short = self.known.known(users) == len(self.catalogue)
+        short = self.known.num_free[self.known.row_of(users)] == 0
         if short.any():
             raise CannotAdopt(
                 f"row {int(short.argmax())} has 0 items left to draw from: all {len(self.catalogue)} are excluded; "
