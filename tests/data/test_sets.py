@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrec_ext.data import features
 from torchrec_ext.data.columns import Chunk, concatenate_rows
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.prepared import Prepared
@@ -272,15 +273,19 @@ def test_a_new_value_of_a_held_out_row_is_unknown_and_numbers_nothing_anew(
 
 
 def test_a_file_with_labels_may_have_integers_or_no_value_where_another_has_floats(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(features, "_PROBE", 1)
     columns = {
         "train": (pa.array([1.0, None, 3.0]), pa.array(["a", "b", "a"])),
         "validation": (pa.array([3, 2, 1]), pa.nulls(3)),
         "test": (pa.nulls(3), pa.array(["b", "c", "a"])),
     }
     for part, (price, city) in columns.items():
+        # Texts without a value where others are dates, of which the first one comes late.
+        day = pa.array([None, None, "2024-01-02" if part == "train" else None])
         rows = {"label": [0, 1, 0], "price": price, "city": city}
+        rows["day"] = day.cast(pa.string())
         pq.write_table(pa.table(rows), tmp_path / f"{part}.parquet")
     data = load_set(DataConfig(name=str(tmp_path)), "labels")
     made = [data.rows(part) for part in columns]
@@ -288,3 +293,5 @@ def test_a_file_with_labels_may_have_integers_or_no_value_where_another_has_floa
     assert [each["price"].values.tolist() for each in made] == prices
     cities = [[1, 2, 1], [0, 0, 0], [2, 0, 1]]
     assert [each["city"].values.tolist() for each in made] == cities
+    days = [[0, 0, 2], [0, 0, 0], [0, 0, 0]]
+    assert [each["day_weekday"].values.tolist() for each in made] == days

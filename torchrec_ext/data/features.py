@@ -38,8 +38,8 @@ _TAKES = {
     ORDER: (*_NUMBERS, "timestamp[us]"),
     LABEL: (*_NUMBERS, "bool"),
 }
-# The first text among these rows decides whether a column holds dates.
-_PROBE_ROWS = 1000
+# The first text among so many decides whether a column holds dates.
+_PROBE = 1000
 _OTHER_DATE = re.compile(
     r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?"
 )
@@ -128,7 +128,7 @@ def _typed(path: Path, name: str, role: str, column: pa.Array) -> pa.Array:
     is_time = pa.types.is_date(column.type) or pa.types.is_timestamp(column.type)
     if kind == "string" and role not in KEYS.values():
         column = column.cast(pa.string())
-        first = next(filter(None, column[:_PROBE_ROWS].to_pylist()), "")
+        first = next(filter(None, column.drop_null()[:_PROBE].to_pylist()), "")
         is_time = is_iso(first) or _OTHER_DATE.fullmatch(first) is not None
     if is_time:
         try:

@@ -182,12 +182,14 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             left_out[name] = f"{file.name} has it, and train.parquet has not"
     left_out |= _without_lists(train)
     for columns, name in itertools.product(read.values(), train):
-        # Of a column without a value a file has no type.
-        if pa.types.is_null(columns[name].type):
+        # Of a column without a value a file has no type, or that of texts where others have dates.
+        if columns[name].null_count == len(columns[name]):
             columns[name] = columns[name].cast(train[name].type)
-    rows = [{name: columns[name] for name in train} for columns in read.values()]
+    splits = {}
     notes = []
-    for part, columns in zip(files, rows, strict=True):
+    for part, file in files.items():
+        columns = {name: read[file][name] for name in train}
+        splits[part] = columns
         only = pc.unique(columns[LABEL])
         if len(only) == 1:
             notes.append(
@@ -197,7 +199,7 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
     user, item = (key if key in train else None for key in KEYS.values())
     return RawSet(
         name=config.name,
-        splits=dict(zip(files, rows, strict=True)),
+        splits=splits,
         roles=Roles(label=LABEL, user=user, item=item),
         kept=(LABEL,),
         left_out=left_out,
