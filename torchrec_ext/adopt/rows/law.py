@@ -161,7 +161,8 @@ def _sampler(
         users,
         items,
         exponent=law.exponent,
-        smoothing=1e-9,
+        # Its power by a small exponent is next to nothing too.
+        smoothing=1e-300,
         counts=np.bincount(numbers[there], minlength=len(ids) + 1),
     )
 
