@@ -133,10 +133,13 @@ class Rows:
                 f"a column '{LABEL}' with negatives: labels are made, 1 for the positive; leave it out, or give make="
             )
         self._positive = positive
-        count = 1 + negatives.draws
-        for name in self.columns:
-            if name != positive:
-                self.repeats[name] = count
+        assert self.negatives is not None
+        items = self.columns[positive]
+        # Drawn ids have the type of the positives', which a larger one would overflow.
+        if self.negatives.catalogue[-1] > torch.iinfo(items.dtype).max:
+            self.columns[positive] = items.long()
+        self.repeats = dict.fromkeys(self.columns, 1 + negatives.draws)
+        del self.repeats[positive]
         self.names = (*self.columns, LABEL)
 
     def _usual(self, pieces: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -144,21 +147,16 @@ class Rows:
         if self.negatives is None:
             return tuple(pieces[name] for name in self.columns)
         positive = pieces[self._positive]
-        size = len(positive)
+        both = torch.cat(
+            [positive.reshape(-1, 1), pieces[DRAWN].to(positive.dtype)], 1
+        ).flatten()
         count = 1 + self.negatives.count
-        batch = []
-        for name in self.columns:
-            piece = pieces[name]
-            if name == self._positive:
-                both = torch.cat(
-                    [piece.reshape(size, 1), pieces[DRAWN].to(piece.dtype)], 1
-                )
-                batch.append(both.flatten())
-            else:
-                batch.append(piece.repeat_interleave(count, 0))
-        places = torch.arange(size * count, device=positive.device)
-        batch.append((places % count == 0).float())
-        return tuple(batch)
+        batch = {
+            name: pieces[name].repeat_interleave(count, 0) for name in self.columns
+        }
+        batch[self._positive] = both
+        places = torch.arange(len(both), device=both.device)
+        return (*batch.values(), (places % count == 0).float())
 
     def check(self, loader: DataLoader[Any]) -> str:
         """Compares all batches of an epoch with those of the user's DataLoader, in the order of its Dataset.
