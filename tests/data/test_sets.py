@@ -172,6 +172,12 @@ def test_every_item_but_a_users_first_is_a_target_once(
             assert (before, item) == (mine[-length:], taken[user][-back])
 
 
+def test_a_session_has_an_item_before_its_target() -> None:
+    items = pa.array(range(3))
+    with pytest.raises(ValueError, match=r"data\.history_length=0: must be 1 or more"):
+        set_of_sessions("s", items, items, 0)
+
+
 def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
     data = load(write(tmp_path / "plays", inter=LOG), "sessions", history_length=3)
     assert data.features == ("user_id", "item_id", "session")

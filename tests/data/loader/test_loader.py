@@ -255,6 +255,7 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
         ({"batch_size": 0}, r"loader\.batch_size=0: must be 1 or more"),
         ({"batch_size": "512"}, r"loader\.batch_size='512': must be a whole number"),
         ({"negatives": 4.0}, r"loader\.negatives=4\.0: must be a whole number"),
+        ({"seed": -1}, r"loader\.seed=-1: must be 0 or more"),
         ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
         (
             {"sampling": "soft"},
