@@ -119,7 +119,8 @@ class TowerBatch(_Fields):
         labels: labels, (B,) float32.
         weights: weights of the rows, (B,) float32; 0 marks a padding row, which no loss and no metric counts.
         total_weight: sum of ``weights`` over all ranks divided by R, () float32. Dividing the weighted loss by it makes
-            the mean of the ranks' losses the mean over the global batch, however unevenly padding is spread.
+            the mean of the ranks' losses the mean over the global batch, however unevenly padding is spread. A
+            loader's is never quite 0, so that rows without a weight have the loss 0.
         log_q: log-probability with which each row's candidate was sampled, (B,) float32, or None.
         shared: features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None without
             shared towers.

@@ -433,6 +433,19 @@ def test_ids_are_a_number_of_any_kind_or_stand_anywhere(
     assert np.argwhere(~draws.can_draw(np.arange(3), drawn)).tolist() == [[1, 99]]
 
 
+@pytest.mark.parametrize(
+    ("kind", "wide"), [(torch.int8, torch.int64), (torch.int32, torch.int32)]
+)
+def test_drawn_ids_may_be_beyond_the_type_of_the_positives(
+    kind: torch.dtype, wide: torch.dtype
+) -> None:
+    columns = {"user": torch.arange(3), "item": torch.arange(3, dtype=kind)}
+    negatives = Uniform(range(125, 130), draws=50, exclude=("user", "item"))
+    _, item, _ = next(iter(Rows(columns, 3, negatives=negatives)))
+    assert set(item.tolist()) == {0, 1, 2, *range(125, 130)}
+    assert item.dtype == wide
+
+
 @pytest.mark.parametrize("stop", [0, 1, 7, 24])
 def test_a_resumed_run_equals_one_that_never_stopped(stop: int) -> None:
     whole, first = drawn_rows(64), drawn_rows(64)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrec_ext.data import features
 from torchrec_ext.data.columns import Chunk, concatenate_rows
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.prepared import Prepared
@@ -171,6 +172,12 @@ def test_every_item_but_a_users_first_is_a_target_once(
             assert (before, item) == (mine[-length:], taken[user][-back])
 
 
+def test_a_session_has_an_item_before_its_target() -> None:
+    items = pa.array(range(3))
+    with pytest.raises(ValueError, match=r"data\.history_length=0: must be 1 or more"):
+        set_of_sessions("s", items, items, 0)
+
+
 def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
     data = load(write(tmp_path / "plays", inter=LOG), "sessions", history_length=3)
     assert data.features == ("user_id", "item_id", "session")
@@ -186,8 +193,9 @@ def test_an_item_that_training_never_met_is_left_out_of_a_session(
     """As training has none, its row is not trained: read last in a session, it would decide what is recommended."""
     events = {
         "user": [1, 1, 1, 1, 2, 2, 2, 2],
-        "item": [1, 2, 9, 3, 3, 2, 1, 2],
-        "time": [*range(4), *range(4)],
+        "item": [3, 9, 2, 1, 2, 1, 2, 3],
+        # The last event first; seconds in fractions, of which 32 bits would make one time.
+        "time": [1.7e9 - row for row in range(8)],
     }
     data = load(write(tmp_path / "plays", inter=events), "sessions")
     test = data.rows("test")["session"]
@@ -271,15 +279,19 @@ def test_a_new_value_of_a_held_out_row_is_unknown_and_numbers_nothing_anew(
 
 
 def test_a_file_with_labels_may_have_integers_or_no_value_where_another_has_floats(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(features, "_PROBE", 1)
     columns = {
         "train": (pa.array([1.0, None, 3.0]), pa.array(["a", "b", "a"])),
         "validation": (pa.array([3, 2, 1]), pa.nulls(3)),
         "test": (pa.nulls(3), pa.array(["b", "c", "a"])),
     }
     for part, (price, city) in columns.items():
+        # Texts without a value where others are dates, of which the first one comes late.
+        day = pa.array([None, None, "2024-01-02" if part == "train" else None])
         rows = {"label": [0, 1, 0], "price": price, "city": city}
+        rows["day"] = day.cast(pa.string())
         pq.write_table(pa.table(rows), tmp_path / f"{part}.parquet")
     data = load_set(DataConfig(name=str(tmp_path)), "labels")
     made = [data.rows(part) for part in columns]
@@ -287,3 +299,5 @@ def test_a_file_with_labels_may_have_integers_or_no_value_where_another_has_floa
     assert [each["price"].values.tolist() for each in made] == prices
     cities = [[1, 2, 1], [0, 0, 0], [2, 0, 1]]
     assert [each["city"].values.tolist() for each in made] == cities
+    days = [[0, 0, 2], [0, 0, 0], [0, 0, 0]]
+    assert [each["day_weekday"].values.tolist() for each in made] == days

@@ -38,8 +38,8 @@ _TAKES = {
     ORDER: (*_NUMBERS, "timestamp[us]"),
     LABEL: (*_NUMBERS, "bool"),
 }
-# The first text among these rows decides whether a column holds dates.
-_PROBE_ROWS = 1000
+# The first text among so many decides whether a column holds dates.
+_PROBE = 1000
 _OTHER_DATE = re.compile(
     r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?"
 )
@@ -60,7 +60,7 @@ def read_rows(
     """Reads a file's columns under our names: ids, numbers, times and texts in the types of steps.
 
     Whole numbers are int64; dates, times and texts in ISO 8601 ``timestamp[us, UTC]``; fractions are those of 32 bits
-    in 64; an order, times of any unit, is a number.
+    in 64; an order, times of any unit, is a number with all its digits.
 
     Args:
         path: a parquet file.
@@ -103,12 +103,13 @@ def read_rows(
     for name, word in words.items():
         column = _typed(path, word, name, one_piece(table[word]))
         _check(path, word, name, column, is_needed=name in needs)
-        if pa.types.is_floating(column.type):
+        if name == ORDER:
+            if pa.types.is_timestamp(column.type):
+                column = column.cast(pa.int64())
+        elif pa.types.is_floating(column.type):
             # Rounded to 32 bits, so that a number compares equal in files of 32 and of
-            # 64 bits; means are computed in 64.
+            # 64 bits; means are computed in 64. Not times: 32 bits hold two minutes.
             column = column.cast(pa.float32()).cast(pa.float64())
-        if name == ORDER and pa.types.is_timestamp(column.type):
-            column = column.cast(pa.int64())
         columns[name] = column
     return columns
 
@@ -127,7 +128,7 @@ def _typed(path: Path, name: str, role: str, column: pa.Array) -> pa.Array:
     is_time = pa.types.is_date(column.type) or pa.types.is_timestamp(column.type)
     if kind == "string" and role not in KEYS.values():
         column = column.cast(pa.string())
-        first = next(filter(None, column[:_PROBE_ROWS].to_pylist()), "")
+        first = next(filter(None, column.drop_null()[:_PROBE].to_pylist()), "")
         is_time = is_iso(first) or _OTHER_DATE.fullmatch(first) is not None
     if is_time:
         try:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.config import PARTS, Roles
 from torchrec_ext.data.features import KEYS, RawColumns
 from torchrec_ext.data.prepare import TITLE, RawSet
@@ -79,7 +79,11 @@ def set_of_pairs(
 
     describe("user", users)
     if split.history.lengths.any():
-        columns[history] = lists_of(split.history, distinct(items))
+        # Indices among the sorted items.
+        columns[history] = pa.ListArray.from_arrays(
+            pa.array(split.history.offsets, pa.int32()),
+            distinct(items).take(pa.array(split.history.values)),
+        )
         details["shared"] = {"item_id": [history]}
         described["user"].insert(0, history)
     describe("item", items)
@@ -98,12 +102,4 @@ def set_of_pairs(
             item_features=described["item"],
         ),
         **details,
-    )
-
-
-def lists_of(column: Column, values: pa.Array) -> pa.ListArray:
-    """Returns lists of raw ids for a column of indices among the distinct ones."""
-    return pa.ListArray.from_arrays(
-        pa.array(column.offsets, pa.int32()),
-        values.take(pa.array(column.values)),
     )

@@ -43,7 +43,7 @@ from torchrec_ext.data.prepared import (
 from torchrec_ext.data.preprocess.files import scan
 from torchrec_ext.data.splits import TRAIN, VALIDATION, Split, leave_one_out
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema.validation import check_least, listed
 
 
 def load_set(config: DataConfig, form: Form = "pairs") -> Prepared:
@@ -84,27 +84,27 @@ def open_set(
 
 def raw_set(config: DataConfig, form: Form) -> RawSet:
     """Returns the rows of the set named by ``config`` as its files have them; see :func:`load_set`."""
-    if config.name == PLANTED and form == "sessions":
+    if config.name != PLANTED:
+        read: dict[Form, Callable[[Path, DataConfig], RawSet]] = {
+            "pairs": pairs_in,
+            "labels": labels_in,
+            "sessions": sessions_in,
+        }
+        return read[form](set_folder(config.name, config.folder), config)
+    if form == "sessions":
         clicks, best = planted.planted_sequences(
             seed=config.seed, **config.generated_sizes()
         )
         users, items = pa.array(clicks.users), pa.array(clicks.items)
         raw = set_of_sessions(PLANTED, users, items, config.history_length)
         return dataclasses.replace(raw, best=best)
-    if config.name == PLANTED and form == "labels":
+    if form == "labels":
         return planted.planted_log_set(seed=config.seed, sessions=False)
-    if config.name == PLANTED:
-        return planted.planted(
-            history_length=config.history_length,
-            seed=config.seed,
-            **config.generated_sizes(),
-        )
-    read: Callable[[Path, DataConfig], RawSet] = {
-        "pairs": pairs_in,
-        "labels": labels_in,
-        "sessions": sessions_in,
-    }[form]
-    return read(set_folder(config.name, config.folder), config)
+    return planted.planted(
+        history_length=config.history_length,
+        seed=config.seed,
+        **config.generated_sizes(),
+    )
 
 
 def pairs_in(folder: Path, config: DataConfig) -> RawSet:
@@ -182,12 +182,14 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             left_out[name] = f"{file.name} has it, and train.parquet has not"
     left_out |= _without_lists(train)
     for columns, name in itertools.product(read.values(), train):
-        # Of a column without a value a file has no type.
-        if pa.types.is_null(columns[name].type):
+        # Of a column without a value a file has no type, or that of texts where others have dates.
+        if columns[name].null_count == len(columns[name]):
             columns[name] = columns[name].cast(train[name].type)
-    rows = [{name: columns[name] for name in train} for columns in read.values()]
+    splits = {}
     notes = []
-    for part, columns in zip(files, rows, strict=True):
+    for part, file in files.items():
+        columns = {name: read[file][name] for name in train}
+        splits[part] = columns
         only = pc.unique(columns[LABEL])
         if len(only) == 1:
             notes.append(
@@ -197,7 +199,7 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
     user, item = (key if key in train else None for key in KEYS.values())
     return RawSet(
         name=config.name,
-        splits=dict(zip(files, rows, strict=True)),
+        splits=splits,
         roles=Roles(label=LABEL, user=user, item=item),
         kept=(LABEL,),
         left_out=left_out,
@@ -234,18 +236,20 @@ def set_of_sessions(name: str, users: pa.Array, items: pa.Array, length: int) ->
         items: (E,) items, each user's oldest first.
         length: greatest number of items before a target.
     """
+    check_least("data.history_length", length)
     user, item = numbered(users), numbered(items)
     starts = np.flatnonzero(np.diff(user, prepend=-1)).tolist()
-    # Of each row the first item, the item that is next, and the part.
+    # Of each row the user's first item, the item that is next, and the part.
     rows: list[tuple[int, int, int]] = []
     for start, stop in zip(starts, [*starts[1:], len(user)], strict=True):
         trained = stop - 2 if stop - start >= 3 else stop
         first = start + 1 + (trained - start - 2) % length
         for last in range(first, trained, length):
-            rows.append((max(start, last - length), last, TRAIN))
+            rows.append((start, last, TRAIN))
         for part, last in enumerate(range(trained, stop), start=VALIDATION):
-            rows.append((max(start, last - length), last, part))
+            rows.append((start, last, part))
     begins, ends, parts = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+    begins = np.maximum(begins, ends - length)
     history = Column.from_windows(item, Windows(begins, ends))
     raw = set_of_pairs(
         name,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,6 +23,7 @@ from torchrec_ext.data.loader.loader import (
 )
 from torchrec_ext.data.loader.shared import CatalogueCandidates
 from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.modules.losses import bce
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
@@ -170,6 +172,8 @@ def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
         )
         assert batch.total_weight == (rows % 5).sum()
         assert batch.log_q is None
+    one = loader_of(23, batch_size=1, negatives=0, weight="weight", shuffle=False)
+    assert bce(torch.ones(1), next(iter(one))) == 0, "no weight, no loss"
 
 
 def test_a_column_of_labels_that_nothing_reads_is_told() -> None:
@@ -251,6 +255,7 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
         ({"batch_size": 0}, r"loader\.batch_size=0: must be 1 or more"),
         ({"batch_size": "512"}, r"loader\.batch_size='512': must be a whole number"),
         ({"negatives": 4.0}, r"loader\.negatives=4\.0: must be a whole number"),
+        ({"seed": -1}, r"loader\.seed=-1: must be 0 or more"),
         ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
         (
             {"sampling": "soft"},

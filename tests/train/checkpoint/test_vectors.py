@@ -93,6 +93,7 @@ def test_ids_are_those_of_the_rows_where_these_are_given(tmp_path: Path) -> None
             "holds no vectors: ListType can only be casted to FixedSizeListType",
         ),
         (pa.array([3, None]), VECTORS[:2], "id -1 is no row"),
+        (pa.array([3, 4]), [VECTORS[0], None], "holds no vectors: a vector is null"),
     ],
 )
 def test_what_does_not_belong_is_refused_by_name(

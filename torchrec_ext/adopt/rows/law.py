@@ -169,7 +169,8 @@ def _sampler(
         users,
         items,
         exponent=law.exponent,
-        smoothing=1e-9,
+        # Its power by a small exponent is next to nothing too.
+        smoothing=1e-300,
         counts=np.bincount(numbers[there], minlength=len(ids) + 1),
     )
 
@@ -200,7 +201,7 @@ class NegativeDraws(RowDraws):
         sampler.seed = seed
         super().__init__(sampler, users, law.draws, self.catalogue)
         self.known = sampler.known
-        short = self.known.known(users) == len(self.catalogue)
+        short = self.known.num_free[self.known.row_of(users)] == 0
         if short.any():
             raise CannotAdopt(
                 f"row {int(short.argmax())} has 0 items left to draw from: all {len(self.catalogue)} are excluded; "

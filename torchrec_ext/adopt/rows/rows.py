@@ -138,6 +138,11 @@ class Rows:
                 f"a column '{LABEL}' with negatives: labels are made, 1 for the positive; leave it out, or give make="
             )
         _, self._positive = negatives.exclude
+        assert self.negatives is not None
+        items = self.columns[self._positive]
+        # Drawn ids have the type of the positives', which a larger one would overflow.
+        if self.negatives.catalogue[-1] > torch.iinfo(items.dtype).max:
+            self.columns[self._positive] = items.long()
         self.repeats = dict.fromkeys(self.columns, 1 + negatives.draws)
         del self.repeats[self._positive]
         self.names = (*self.columns, LABEL)

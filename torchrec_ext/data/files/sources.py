@@ -11,6 +11,7 @@ import dataclasses
 import glob
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -186,7 +187,7 @@ class ParquetSource:
     Args:
         paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks``, see :func:`find_files`. Hive
             partitions (``day=3/``) below a named folder, or from the first wildcard of a pattern on, are columns,
-            integers if all their values are.
+            integers if all their values are, of up to 18 digits.
 
     Raises:
         DataError: a path names nothing, a file is not parquet or cut short, or there are no rows.
@@ -493,6 +494,6 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
     types = {}
     for name in files[0].partitions:
         texts = {file.partitions[name] for file in files} - {NULL_PARTITION}
-        are_whole = all(text.removeprefix("-").isdecimal() for text in texts)
+        are_whole = all(re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
         types[name] = pa.int64() if are_whole else pa.string()
     return types

@@ -115,7 +115,8 @@ def assemble(
         dense=_dense(rows.numbers, size, schema.row_dense, device),
         labels=answers.labels,
         weights=answers.weights,
-        total_weight=total_weight,
+        # Never quite 0, by which the loss of rows without a weight would be NaN.
+        total_weight=total_weight.clamp(min=1e-30),
         log_q=None if log_q is None else padded(log_q, size),
         targets=answers.targets,
         items=items,

@@ -14,6 +14,7 @@ _LEAST = {
     "lanes": 1,
     "buffer_rows": 1,
     "read_ahead": 0,
+    "seed": 0,
 }
 
 

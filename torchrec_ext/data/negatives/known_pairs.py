@@ -91,10 +91,6 @@ class KnownPairs:
             )
         return free
 
-    def known(self, users: Int64) -> Int64:
-        """Returns (B,) the number of items taken by each user."""
-        return self.num_items - self.num_free[self.row_of(users)]
-
     def contains(self, users: Int64, items: Int64) -> NDArray[np.bool_]:
         """Says whether each pair is known; ``users`` and ``items`` broadcast."""
         keys = self.row_of(users) * self._width + items

@@ -199,7 +199,7 @@ class SavePlanner(DefaultSavePlanner):
         if isinstance(value, Parts):
             value = value.block(index.offset or ())
         if value.is_floating_point() and not _is_finite(value):
-            remedy = ", with lower learning rates or optimizer.clip_norm"
+            remedy = ", with lower learning rates or optimizer.clip_norm; of a mask set persistent=False"
             if index.fqn.startswith(CONTENT):
                 remedy = ""
             raise CheckpointError(

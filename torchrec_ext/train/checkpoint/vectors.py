@@ -41,6 +41,8 @@ def read_vectors(
     """
     try:
         for batch in pq.ParquetFile(path).iter_batches(BLOCK, columns=["id", "vector"]):
+            if batch["vector"].null_count:
+                raise ValueError("a vector is null")
             # A list of another length than the first is refused by the cast.
             width = len(batch["vector"][0])
             vectors = batch["vector"].cast(pa.list_(pa.float32(), width)).flatten()
