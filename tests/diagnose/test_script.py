@@ -37,6 +37,12 @@ SCRIPTS = {
         f"def train():\n global total\n for epoch in range(9):\n  for x, y in loader:\n{textwrap.indent(BODY, '   ')}\n"
         "   if total < 0 or epoch > 7: return total\ntrain()"
     ),
+    "with private names": (
+        "class Trainer:\n def __init__(self):\n  self.__total, self.__loader = 0.0, loader\n"
+        " def train(self):\n  for x, y in self.__loader:\n"
+        f"{textwrap.indent(BODY.replace('total', 'self.__total'), '   ')}"
+        "\nfor epoch in range(9):\n Trainer().train()"
+    ),
     "in functions": (
         f"def train_step(x, y):\n  global total\n{textwrap.indent(BODY, '  ')}\n"
         "def epoch(batches):\n  seen = 0\n  for x, y in batches:\n    train_step(x, y)\n    seen += len(x)\n"
@@ -95,6 +101,12 @@ def test_a_loop_over_numbers_is_taken_if_there_is_no_other(tmp_path: Path) -> No
             f"def train():\n global total\n for x, y in loader:\n{textwrap.indent(BODY, '  ')}\n  yield total"
             "\nfor _ in train(): pass",
             r"train.py:12: the loop's body has `yield`, which cannot be taken out of it",
+        ),
+        (
+            "def train():\n total = 0.0\n def epoch():\n  for x, y in loader:\n   nonlocal total\n"
+            f"{textwrap.indent(BODY, '   ')}"
+            "\n epoch()\ntrain()",
+            r"train.py:13: .*nonlocal.* in the loop's body, which cannot be taken out of it",
         ),
         (
             "from torchrec_ext.adopt import adopt\n"

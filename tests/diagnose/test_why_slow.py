@@ -3,7 +3,9 @@
 import itertools
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from torchrec_ext.diagnose import (
     ThreadClock,
     batches,
     measure,
+    ops,
     why,
     why_slow,
 )
@@ -218,6 +221,20 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     assert sum(lines.values()) <= facts.ops
     assert {"backward", "optimizer"} <= set(lines)
     assert facts.product_s > 0
+
+
+def test_others_on_the_machine_do_not_lengthen_an_op(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the wall clock an hour passes between two looks."""
+    hours = itertools.count(step=3600.0)
+    clocks = SimpleNamespace(
+        thread_time=time.thread_time, perf_counter=lambda: next(hours)
+    )
+    monkeypatch.setattr(ops, "time", clocks)
+    _, _, loss, given = mlp(rows=32)
+    counted = ops.count_ops(lambda: loss(*given[0]), [])
+    assert 0 < counted.product_s <= counted.seconds < 60
 
 
 @pytest.mark.gpu

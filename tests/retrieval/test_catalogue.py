@@ -83,13 +83,13 @@ def test_items_are_read_as_they_were_written(tmp_path: Path) -> None:
     catalogue = Catalogue(
         ids=np.array(["b", "a"]),
         features=pa.table({"x": [1, 2]}),
-        titles=["B", "A"],
+        titles=["B", None],  # type: ignore[list-item]
         attributes=pa.table({"year": [1, None]}),
     )
     catalogue.write(tmp_path)
     items = ItemTable.open(tmp_path)
     assert items.ids.positions(["a", "b", "c"]).tolist() == [1, 0, -1]
-    assert items.titles_of([1]) == ["A"]
+    assert items.titles_of([1, 0, 1]) == ["", "B", ""]
     assert sorted(items.attributes) == ["year"]
     assert items.attributes["year"].mask([1]).tolist() == [True, False]
 

@@ -516,7 +516,7 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         bound = reference()
-        assert bound is not None
-        return bound(*first, *args)
+        # A hook may be called while the last of its object goes.
+        return None if bound is None else bound(*first, *args)
 
     return call

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._functorch.autograd_function import autograd_function_apply
 
 from torchrec_ext.adopt.checks import device_of
 from torchrec_ext.adopt.errors import CannotAdopt
@@ -262,10 +263,7 @@ class StepGraph:
     def _refuse(self, node: fx.Node) -> None:
         """Refuses a node that a captured step would not compute as the user's own."""
         if node.op == "get_attr":
-            # Its value would be that of the trace in each step.
-            raise CannotAdopt(
-                f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model"
-            )
+            self._refuse_part(node)
         if node.target in (F.embedding, F.embedding_bag) and (
             node.kwargs.get("max_norm") is not None
             or node.kwargs.get("scale_grad_by_freq")
@@ -277,6 +275,21 @@ class StepGraph:
         value = node.meta.get("example_value")
         if node.op.startswith("call") and depends_on_values(value):
             raise CannotAdopt(values_needed(_line_of(node)))
+
+    def _refuse_part(self, node: fx.Node) -> None:
+        """Refuses what a graph holds, but for forward and backward of an autograd.Function."""
+        part = getattr(node.graph.owning_module, str(node.target))
+        if isinstance(part, Tensor):
+            # Its value would be that of the trace in each step.
+            raise CannotAdopt(
+                f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model"
+            )
+        if {user.target for user in node.users} != {autograd_function_apply}:
+            raise CannotAdopt(
+                f"{_line_of(node)} has torch call a function, as torch.utils.checkpoint does; call it directly"
+            )
+        for each in part.graph.nodes:
+            self._refuse(each)
 
     def _unreached(self, gradient: fx.Node, updated: Collection[str]) -> set[str]:
         """Returns the names of the parameters without a gradient; those of late tables have a leaf for each look-up."""
@@ -316,15 +329,14 @@ class StepGraph:
 
     def _needs_the_step(self, nodes: Collection[fx.Node]) -> bool:
         """Whether some nodes cannot be computed before the step, once more, with the same result."""
-        refused = {self._placeholders[index] for index in self.parameters.values()}
+        weights = {self._placeholders[index] for index in self.parameters.values()}
         for node in nodes:
             # Methods such as add_ write in place; names of placeholders may end like
             # that too.
-            if node.op != "placeholder" and (
-                node.target in _WRITES or str(node.target).endswith("_")
-            ):
-                refused.add(node)
-        return bool(refused.intersection(nodes))
+            writes = node.target in _WRITES or str(node.target).endswith("_")
+            if node in weights or (writes and node.op != "placeholder"):
+                return True
+        return False
 
     def _part(self, results: Sequence[Any]) -> fx.GraphModule:
         """Returns the part of the graph that computes some nodes from its inputs."""

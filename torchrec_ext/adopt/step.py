@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchrec_ext.adopt.captures import Captures, TooManyShapesError
+from torchrec_ext.adopt.captures import Captures, TooManyShapesError, weakly
 from torchrec_ext.adopt.checks import Changes, ForwardWatch
 from torchrec_ext.adopt.errors import (
     BadIdError,
@@ -148,26 +148,11 @@ class AdoptedStep:
         if not self._policy.reason:
             self._check()
         # Weakly, and gone with the step: optimizers often outlive it.
-        step = weakref.ref(self)
-
-        def settle(*_: Any) -> None:
-            if (alive := step()) is not None:
-                alive.settle()
-
-        def begin_load(*_: Any) -> None:
-            if (alive := step()) is not None:
-                alive._captures.settle()
-                alive._user_step.forget_losses()
-
-        def take_over(optimizer: Optimizer) -> None:
-            if (alive := step()) is not None:
-                alive._take_over(optimizer)
-
         for optimizer in self.optimizers:
             for hook in (
-                optimizer.register_state_dict_pre_hook(settle),
-                optimizer.register_load_state_dict_pre_hook(begin_load),
-                optimizer.register_load_state_dict_post_hook(take_over),
+                optimizer.register_state_dict_pre_hook(weakly(self._begin_save)),
+                optimizer.register_load_state_dict_pre_hook(weakly(self._begin_load)),
+                optimizer.register_load_state_dict_post_hook(weakly(self._take_over)),
             ):
                 weakref.finalize(self, hook.remove).atexit = False
 
@@ -406,6 +391,13 @@ class AdoptedStep:
             "checkpoint of the model and of the optimizer, and call adopt() again"
         )
         return self._user_step.forward_error(batch) or RuntimeError(self._broken)
+
+    def _begin_save(self, _: Optimizer) -> None:
+        self.settle()
+
+    def _begin_load(self, *_: Any) -> None:
+        self._captures.settle()
+        self._user_step.forget_losses()
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """Copies a loaded state into the memory of the captured steps."""

@@ -82,9 +82,10 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        start = time.perf_counter()
+        # Not the wall clock: others on the machine would make an op longer than the step.
+        start = time.thread_time()
         result = func(*args, **kwargs)
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
         line, users_line = lines_of(stack_of(sys._getframe(1)))
         if line == "step" and threading.get_ident() != self._thread:
             # Autograd runs the backward of a GPU's ops in a thread of its own, which
@@ -126,12 +127,13 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads[module] += ids.numel()
 
         with ExitStack() as stack:
-            tables = {}
-            # Two roots may hold one module, whose ids count once.
-            for _, module in named_modules(modules):
-                if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                    tables[id(module)] = module
-            for module in tables.values():
+            # A set: two roots may hold one module, whose ids count once.
+            tables = {
+                module
+                for _, module in named_modules(modules)
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            }
+            for module in tables:
                 hook = module.register_forward_pre_hook(read, with_kwargs=True)
                 stack.callback(hook.remove)
             yield

@@ -166,13 +166,10 @@ def _times(facts: Facts) -> list[str]:
     """Returns the parts of an iteration as lines."""
     if not facts.has("data"):
         return []
-    parts = {}
-    for name in _PARTS:
-        if facts.has(name):
-            parts[name] = facts.median(name) * 1e3
+    parts = {name: facts.median(name) * 1e3 for name in _PARTS}
     whole = statistics.median(map(facts.iteration, facts.rounds)) * 1e3
     # Medians of parts do not add up to that of their sum, if rounds are spread far.
-    scale = whole / max(sum(parts.values()), 1e-9) if facts.has("step") else 1.0
+    scale = whole / max(sum(parts.values()), 1e-9)
     texts = [f"{name} {scale * length:.3g} ms" for name, length in parts.items()]
     text = (
         f"an iteration takes {whole:.3g} ms: {', '.join(texts)}; {len(facts.rounds)} rounds in {facts.seconds:.0f} s, "

@@ -33,10 +33,10 @@ _STEPS = 4
 # Names in the loop's function that no script has.
 _BATCH = "_batch_of_why_slow"
 _LOOP = "_loop_of_why_slow"
+_BATCHES = "_batches_of_why_slow"
 _NUMBERS = "_numbers_of_why_slow"
 # A step that was called from here is an adopted one.
 _ADOPT = os.path.join(os.path.dirname(os.path.dirname(__file__)), "adopt", "")
-_LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
 
 class Loop(NamedTuple):
@@ -167,20 +167,25 @@ def _loops_around(frame: FrameType) -> list[ast.For]:
 def _taken(node: ast.For, frame: FrameType) -> Loop:
     file = frame.f_code.co_filename
     line = f"{os.path.basename(file)}:{node.lineno}"
-    for child in _own_nodes(node):
-        if isinstance(child, _LEAVING):
-            word = type(child).__name__.lower()
-            raise ValueError(
-                f"{line}: the loop's body has `{word}`, which cannot be taken out of it; call a function from the loop"
-            )
     # A copy, so that the script's own frame is left alone.
     variables = {**frame.f_globals, **frame.f_locals}
     source, numbered = _unwrapped(node.iter, variables)
-    code = compile(ast.Expression(source), file, "eval")
-
-    def make() -> Any:
-        return eval(code, variables)
-
+    # The loop's own `enumerate` has counted so far.
+    variables[_NUMBERS] = itertools.count(_STEPS + 1)
+    # Private names, as in self.__step(), are those of the class, which Python 3.10 does not say.
+    owner = f".{getattr(frame.f_code, 'co_qualname', '')}".split(".")[-2]
+    if not owner.isidentifier():
+        owner = "_"
+    module = _functions(node, source, numbered, owner)
+    made: dict[str, Any] = {}
+    leaves = "which cannot be taken out of it; call a function from the loop"
+    try:
+        exec(compile(module, file, "exec"), variables, made)
+    except SyntaxError as error:
+        raise ValueError(f"{line}: {error.msg} in the loop's body, {leaves}") from None
+    make, step = (vars(made[owner])[name] for name in (_BATCHES, _LOOP))
+    if inspect.isgeneratorfunction(step):
+        raise ValueError(f"{line}: the loop's body has `yield`, {leaves}")
     batches = make()
     is_name = isinstance(source, ast.Name | ast.Attribute)
     if not isinstance(batches, DataLoader | list | tuple | range) and not (
@@ -189,22 +194,10 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
         # A call such as `make_batches()` is made anew for each epoch, as the script
         # does; a named iterator goes on.
         batches = _Again(make)
-    # The loop's own `enumerate` has counted so far.
-    variables[_NUMBERS] = itertools.count(_STEPS + 1)
-    exec(compile(_function(node, numbered), file, "exec"), variables)
-    step = variables.pop(_LOOP)
     step.__code__ = step.__code__.replace(co_name="loop")
     # It takes a batch whole, also one of a single entry.
     step.__signature__ = inspect.Signature()
     return Loop(step, batches, line)
-
-
-def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes inside of a node, but not those of nested functions."""
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from _own_nodes(child)
 
 
 def _unwrapped(iterable: ast.expr, variables: dict[str, Any]) -> tuple[ast.expr, bool]:
@@ -226,10 +219,13 @@ def _unwrapped(iterable: ast.expr, variables: dict[str, Any]) -> tuple[ast.expr,
     return iterable, numbered
 
 
-def _function(node: ast.For, numbered: bool) -> ast.Module:
-    """Returns ``def loop(batch): for TARGET in (batch,): BODY``. Its variables are global, so that they live on.
+def _functions(
+    node: ast.For, source: ast.expr, numbered: bool, owner: str
+) -> ast.Module:
+    """Returns a class of ``def batches(): return SOURCE`` and ``def loop(batch): for TARGET in (batch,): BODY``.
 
-    A ``return`` in the body, as at the end of a training, ends this step alone, as ``break`` does.
+    Variables of the loop are global, so that they live on. A ``return`` in the body, as at the end of a training, ends
+    this step alone, as ``break`` does.
     """
     stored: set[str] = set()
     for each in ast.walk(node):
@@ -242,8 +238,12 @@ def _function(node: ast.For, numbered: bool) -> ast.Module:
             stored.add(each.name)
     entry = f"(next({_NUMBERS}), {_BATCH})" if numbered else _BATCH
     # A loop over one batch, because the body may have `break` and `continue`.
-    module = ast.parse(f"def {_LOOP}({_BATCH}):\n for _ in ({entry},): pass")
-    function: Any = module.body[0]
+    module = ast.parse(
+        f"class {owner}:\n def {_BATCHES}(): return 0\n def {_LOOP}({_BATCH}):\n  for _ in ({entry},): pass"
+    )
+    holder: Any = module.body[0]
+    batches, function = holder.body
+    batches.body[0].value = source
     loop = function.body[0]
     loop.target = node.target
     loop.body = node.body

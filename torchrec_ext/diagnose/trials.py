@@ -7,7 +7,6 @@ from typing import Any
 
 from torchrec_ext.diagnose.costs import (
     alone_seconds,
-    changed_seconds,
     ratios_of,
     variant_gain,
 )
@@ -32,9 +31,11 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
     """Returns a row for each change that was run, and none for the others."""
     made: list[Trial] = []
 
-    def add(variant: str, name: str, changes: Change, **more: Any) -> None:
+    def add(
+        variant: str, name: str, changes: Change, batches: int = 1, **more: Any
+    ) -> None:
         if facts.has("data", "step", variant):
-            gain = variant_gain(facts, variant)
+            gain = variant_gain(facts, variant, batches)
             made.append(Trial(name=name, gain=gain, changes=changes, **more))
 
     if facts.has("data", "step", "ready") and facts.share(itemgetter("data")) >= LEAST:
@@ -52,14 +53,8 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
         name = f"{count} thread(s), not {facts.threads}"
         lines = (f"torch.set_num_threads({count})",)
         add(variant, name, Change.ROUNDING, why=busy, lines=lines)
-    if facts.has("data", "step", "quadruple"):
-        gain = facts.gain(
-            lambda each: each["data"] + changed_seconds(each, "quadruple") / 4
-        )
-        why = "by row; the learning rate must follow"
-        made.append(
-            Trial(name="4 times the batch", gain=gain, changes=Change.OTHER, why=why)
-        )
+    why = "by row; the learning rate must follow"
+    add("quadruple", "4 times the batch", Change.OTHER, 4, why=why)
     add("bf16", "bf16 autocast", Change.OTHER, lines=_BF16)
     why = "an experiment: the optimizer leaves tables alone of which a step reads few rows"
     add("still_tables", "large tables not moved", Change.OTHER, why=why)

@@ -215,9 +215,8 @@ class Ids:
             self._strings = values.cast(pa.large_string())
             texts = self._strings.to_pylist()
             self._places = dict(zip(texts, range(len(texts)), strict=True))
-            twice = texts if len(self._places) < len(texts) else []
             # The dict has the last place of each.
-            twice = [text for i, text in enumerate(twice) if self._places[text] != i]
+            twice = [text for i, text in enumerate(texts) if self._places[text] != i]
         if len(twice):
             raise BundleError(
                 f"ids: {str(twice[0])[:60]!r} is there more than once; give each id once"
@@ -352,8 +351,9 @@ class ItemTable:
         """Returns the titles of items; an empty list if items have no titles."""
         if TITLE not in self._table.column_names:
             return []
-        titles = self._table[TITLE]
-        return [str(titles[int(each)].as_py()) for each in positions]
+        # An item may have none.
+        rows = pa.array(positions, pa.int64())
+        return self._table[TITLE].take(rows).fill_null("").to_pylist()  # type: ignore[no-any-return]
 
 
 class UserTable:

@@ -140,8 +140,7 @@ def write_store(
         whole = Ids(pa.concat_arrays(ids))
         write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
         content = {"tower": tower, "side": side, "width": shape[1]}
-        content["features"] = features
-        write_manifest(staging, content, {})
+        write_manifest(staging, {**content, "features": features}, {})
         sync_tree(staging)
     return Store.open(folder, verify=False)
 

@@ -166,13 +166,13 @@ function showAnswer(found, ms) {
   const isChance = Boolean(served.manifest.content?.calibrated);
   const chance = (score) => isChance ? 1 / (1 + Math.exp(-score)) : undefined;
   const share = (score) => chance(score) ?? (best > worst ? 0.15 + 0.85 * (score - worst) / (best - worst) : 1);
-  const names = found.titles ?? found.items.map((id) => `Item ${id}`);
+  const names = found.items.map((id, place) => found.titles?.[place] || `Item ${id}`);
   at("items").classList.remove("waiting");
   at("items").replaceChildren(...found.items.map((_, place) => row(names[place], found.scores[place], share(found.scores[place]), chance(found.scores[place]))));
   at("items-empty").hidden = found.items.length > 0;
   const liked = found.liked ?? [];
   at("liked").classList.remove("waiting");
-  at("liked").replaceChildren(...liked.map((id, place) => row(found.liked_titles?.[place] ?? `Item ${id}`)));
+  at("liked").replaceChildren(...liked.map((id, place) => row(found.liked_titles?.[place] || `Item ${id}`)));
   at("liked-card").hidden = liked.length === 0;
   at("latency").textContent = `${ms.toFixed(1)} ms`;
   at("latency").title = "from the browser's request to the whole answer";
