@@ -22,13 +22,6 @@ from torchrec_ext.retrieval.manifest import (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("bundles") / "bundle"
-    Small().write(out)
-    return out
-
-
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(folder, tmp_path / "copy")

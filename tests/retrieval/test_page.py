@@ -27,13 +27,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "bundle"
-    Small().write(out)
-    return out
-
-
-@pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Server]:
     with serving(folder) as found:
         yield found

@@ -31,13 +31,6 @@ RECOMMEND = "/v1/recommend"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("server") / "bundle"
-    Small().write(out)
-    return out
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose parent and workers can import no torch."""
     blocked = tmp_path_factory.mktemp("blocked")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ from torchrec_ext.data.preprocess import (
     Step,
     categorical,
 )
-from torchrec_ext.data.preprocess.rows import connected
-
-
-@pytest.fixture(scope="module")
-def con() -> Iterator[Any]:
-    with connected(threads=2) as opened:
-        yield opened
 
 
 def test_requests_agree_with_files_on_many_rows_in_their_order(

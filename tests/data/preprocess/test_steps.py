@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import zoneinfo
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ from torchrec_ext.data.preprocess import (
     Step,
     TimeFeatures,
 )
-from torchrec_ext.data.preprocess.rows import connected
-
-
-@pytest.fixture(scope="module")
-def con() -> Iterator[Any]:
-    with connected(threads=1) as opened:
-        yield opened
-
 
 NAN, INF = float("nan"), float("inf")
 DST = 1_616_893_200  # 2021-03-28 01:00 UTC: Berlin's clocks go from 2 to 3
