@@ -1,15 +1,11 @@
 """Each benchmark runs at small sizes, and prints rows of different names."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from torchrec_ext.stack import gpu_nodes
 
 ROOT = Path(__file__).parents[1]
 NOT_PROGRAMS = {"all", "harness", "plain_ncf", "plain_rows", "quality", "sets"}
@@ -93,20 +89,3 @@ def test_rows_that_fail_leave_the_others_and_come_last_in_the_next_call(
     late = called("--only", "dies", "--budget", "0")
     assert "dies: left for the next call, the budget is over" in late
     assert len(file.read_text().splitlines()) == 5
-
-
-@pytest.mark.launch
-def test_make_gpu_without_a_gpu_installs_nothing(tmp_path: Path) -> None:
-    if gpu_nodes():
-        pytest.skip("this machine has a GPU")
-    (tmp_path / "torchrec_ext").mkdir()
-    for name in ("Makefile", "pyproject.toml", "torchrec_ext/stack.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "torchrec_ext" / "__init__.py").write_text("")
-    # Of a `make test` around this test, neither its flags nor its variables.
-    clean = {name: value for name, value in os.environ.items() if "MAKE" not in name}
-    done = subprocess.run(
-        ["make", "gpu"], cwd=tmp_path, env=clean, capture_output=True, check=False
-    )
-    assert done.returncode == 2, "make's own, of a recipe that ended with 1"
-    assert not (tmp_path / ".venv").exists()

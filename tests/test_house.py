@@ -1,4 +1,4 @@
-"""What ruff and import-linter cannot say: guards above torch, private names of launchers, short messages, exports."""
+"""What ruff and import-linter cannot say: private names of launchers, short messages, exports."""
 
 import ast
 import functools
@@ -10,9 +10,6 @@ import pytest
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[1]
-TORCHREC = {"torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
-# They work where nothing is installed.
-SET_UP = {"stack", "needs_torch", "exports", "doctor"}
 PACKAGES = [
     "torchrec_ext",
     *(f"torchrec_ext.{path.parent.name}" for path in ROOT.glob("torchrec_ext/*/*.pyi")),
@@ -27,42 +24,6 @@ def trees() -> dict[Path, ast.Module]:
         for path in sorted((ROOT / top).rglob("*.py"))
     ]
     return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in paths}
-
-
-def imported(tree: ast.Module) -> list[str]:
-    """The dotted names that are imported when a module is, in order."""
-    names = []
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
-
-
-@pytest.mark.parametrize(
-    ("packages", "guard"),
-    [
-        ({"torch", *TORCHREC}, "torchrec_ext.needs_torch"),
-        (TORCHREC, "torchrec_ext.needs_torch.and_torchrec"),
-    ],
-)
-def test_the_stack_is_checked_above_its_first_import(
-    packages: set[str], guard: str
-) -> None:
-    """A module or its package begins with the guard, so that a missing or mixed triple is told in words."""
-    missing = []
-    for path, tree in trees().items():
-        if path.parts[0] != "torchrec_ext" or path.with_suffix("").name in SET_UP:
-            continue
-        names = imported(tree)
-        at = [i for i, name in enumerate(names) if name.split(".")[0] in packages]
-        above = names[: at[0]] if at else []
-        for folder in path.parents[: len(path.parts) - 2]:
-            above += imported(trees().get(folder / "__init__.py", ast.Module([], [])))
-        if at and not any(name.startswith(guard) for name in above):
-            missing.append(path)
-    assert missing == []
 
 
 def test_no_private_name_of_torchx_or_torchrun_is_imported() -> None:
