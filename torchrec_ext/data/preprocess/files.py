@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -41,9 +42,11 @@ def scan(
             kind, wider = raw_type(other), raw_type(dtype)
             # DuckDB reads all files by the first one's types. Of a column without a value pandas knows none.
             whole = pa.types.is_integer(dtype) and pa.types.is_integer(other)
-            is_wider = whole and other.bit_width > dtype.bit_width
+            is_beyond = whole and not np.can_cast(
+                other.to_pandas_dtype(), dtype.to_pandas_dtype()
+            )
             if other not in (dtype, pa.null()) and not (
-                kind and wider and widens(kind, wider) and not is_wider
+                kind and wider and widens(kind, wider) and not is_beyond
             ):
                 raise DataError(
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "
