@@ -399,7 +399,12 @@ def test_without_duckdb_only_fitting_and_files_are_missing(
 
 
 def test_integers_beyond_those_of_the_first_file_are_refused(tmp_path: Path) -> None:
-    for kind in ("int32", "uint32"):
-        table(tmp_path / f"{kind}.parquet", x=pa.array([1], kind))
-    with pytest.raises(DataError, match=r"uint32\.parquet: column 'x' is uint32, in"):
-        scan(tmp_path)
+    for kind in (pa.int32(), pa.uint32()):
+        table(
+            tmp_path / f"{kind}.parquet",
+            x=pa.array([1], kind),
+            y=pa.array([[1]], pa.list_(kind)),
+        )
+    for name in "xy":
+        with pytest.raises(DataError, match=rf"uint32\.parquet: column '{name}' is"):
+            scan(tmp_path, name)
