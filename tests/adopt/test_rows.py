@@ -433,17 +433,11 @@ def test_ids_are_a_number_of_any_kind_or_stand_anywhere(
     assert np.argwhere(~draws.can_draw(np.arange(3), drawn)).tolist() == [[1, 99]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "wide"), [(torch.int8, torch.int64), (torch.int32, torch.int32)]
-)
-def test_drawn_ids_may_be_beyond_the_type_of_the_positives(
-    kind: torch.dtype, wide: torch.dtype
-) -> None:
-    columns = {"user": torch.arange(3), "item": torch.arange(3, dtype=kind)}
-    negatives = Uniform(range(125, 130), draws=50, exclude=("user", "item"))
+def test_drawn_ids_may_be_beyond_the_type_of_the_positives() -> None:
+    columns = {"user": torch.arange(3), "item": torch.arange(3, dtype=torch.int8)}
+    negatives = Uniform([125, 130], draws=50, exclude=TAKEN)
     _, item, _ = next(iter(Rows(columns, 3, negatives=negatives)))
-    assert set(item.tolist()) == {0, 1, 2, *range(125, 130)}
-    assert item.dtype == wide
+    assert set(item.tolist()) == {0, 1, 2, 125, 130}
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 24])

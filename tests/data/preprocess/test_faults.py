@@ -27,7 +27,7 @@ from torchrec_ext.data.preprocess import (
     Preprocessor,
     TimeFeatures,
 )
-from torchrec_ext.data.preprocess.files import ROW_GROUP
+from torchrec_ext.data.preprocess.files import ROW_GROUP, scan
 from torchrec_ext.data.preprocess.rows import connected, telling
 from torchrec_ext.schema import DataError
 
@@ -396,3 +396,15 @@ def test_without_duckdb_only_fitting_and_files_are_missing(
     ):
         CITY.fit(good)
     assert fitted.online({"city": ["b"]})["city"].values.tolist() == [2]
+
+
+def test_integers_beyond_those_of_the_first_file_are_refused(tmp_path: Path) -> None:
+    for kind in (pa.int32(), pa.uint32()):
+        table(
+            tmp_path / f"{kind}.parquet",
+            x=pa.array([1], kind),
+            y=pa.array([[1]], pa.list_(kind)),
+        )
+    for name in "xy":
+        with pytest.raises(DataError, match=rf"uint32\.parquet: column '{name}' is"):
+            scan(tmp_path, name)

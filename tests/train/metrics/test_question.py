@@ -40,6 +40,9 @@ def test_targets_that_no_list_shows_count_as_missed() -> None:
     assert question.hits(gains).relevant.tolist() == [4]
     assert question.hits(gains).ideal.tolist() == [[1, 1, 1, 1]]
     assert question.new.tolist() == [True, True, False, False]
+    # Of 32 bits the numbers of so many pairs would overflow.
+    rows = torch.arange(2**17).int()
+    assert Question(targets=rows, seen_rows=rows, seen_items=rows).repeats.all()
 
 
 @pytest.mark.unit

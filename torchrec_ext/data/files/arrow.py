@@ -49,6 +49,11 @@ def is_list_type(dtype: pa.DataType) -> bool:
     )
 
 
+def value_type(dtype: pa.DataType) -> pa.DataType:
+    """Returns the type of one value of a column."""
+    return dtype.value_type if is_list_type(dtype) else dtype
+
+
 def as_column(
     group: RowGroup,
     name: str,

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.files.arrow import value_type
 from torchrec_ext.data.preprocess.columns import (
     ID_LISTS,
     IDS,
@@ -232,11 +233,6 @@ class Categorify(Step):
     def vocab(self, state: Vocabulary) -> Mapping[str, int]:
         """Returns the size of the vocabulary for each column."""
         return dict.fromkeys(self.writes, len(state))
-
-
-def value_type(dtype: pa.DataType) -> pa.DataType:
-    """Returns the type of one value of a column."""
-    return dtype.value_type if pa.types.is_list(dtype) else dtype
 
 
 def hashed_id(text: str, buckets: int) -> int:

@@ -9,9 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchrec_ext.data.files.arrow import value_type
 from torchrec_ext.data.files.sources import ParquetSource, PathLike
 from torchrec_ext.data.preprocess.columns import missing_column, raw_type, widens
 from torchrec_ext.data.preprocess.folders import disk_errors
@@ -40,10 +42,12 @@ def scan(
             other = source.type_of(name, number)
             kind, wider = raw_type(other), raw_type(dtype)
             # DuckDB reads all files by the first one's types. Of a column without a value pandas knows none.
-            whole = pa.types.is_integer(dtype) and pa.types.is_integer(other)
-            is_wider = whole and other.bit_width > dtype.bit_width
+            ints = [value_type(each) for each in (other, dtype)]
+            fits = not all(map(pa.types.is_integer, ints)) or np.can_cast(
+                *[each.to_pandas_dtype() for each in ints]
+            )
             if other not in (dtype, pa.null()) and not (
-                kind and wider and widens(kind, wider) and not is_wider
+                kind and wider and widens(kind, wider) and fits
             ):
                 raise DataError(
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "
@@ -119,15 +123,14 @@ def _encoding(schema: pa.Schema) -> dict[str, Any]:
     texts = []
     packed = {}
     for field in schema:
-        if pa.types.is_string(field.type):
-            texts.append(field.name)
-        elif pa.types.is_integer(field.type):
-            packed[field.name] = "DELTA_BINARY_PACKED"
-        elif pa.types.is_list(field.type) and pa.types.is_integer(
-            field.type.value_type
-        ):
+        name = field.name
+        if pa.types.is_list(field.type):
             # Parquet's own name of the elements of a list.
-            packed[f"{field.name}.list.element"] = "DELTA_BINARY_PACKED"
+            name = f"{name}.list.element"
+        if pa.types.is_integer(value_type(field.type)):
+            packed[name] = "DELTA_BINARY_PACKED"
+        elif pa.types.is_string(field.type):
+            texts.append(name)
     return {
         "write_page_checksum": True,
         "use_dictionary": texts,

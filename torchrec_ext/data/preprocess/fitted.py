@@ -26,13 +26,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.files.arrow import one_piece
+from torchrec_ext.data.files.arrow import one_piece, value_type
 from torchrec_ext.data.preprocess.categorical import (
     Categorify,
     Cross,
     HashBucket,
     Vocabulary,
-    value_type,
 )
 from torchrec_ext.data.preprocess.columns import (
     INT64,

@@ -148,7 +148,7 @@ _FAULTS = {
     r'Current file: ([^\n]*)\nColumn with name: "(.*?)" is miss': (
         "{}: column '{}' is missing; write the same columns to all files"
     ),
-    r"(?:No magic bytes found at end of file|GZIP stream:|File) '?([^'\n]*)'?(?: too small|\n|$)": (
+    r"(?:No magic bytes found at end of file|GZIP stream:|Error: File) '?([^'\n]*)'?(?: too small|\n|$)": (
         "{}: is of another format, or was cut short; copy or write it again"
     ),
     r'No files found that match the pattern "(.*?)"': "{}: no such file; check the path",

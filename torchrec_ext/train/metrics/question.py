@@ -124,7 +124,8 @@ class Question:
         # One number for a pair sorts in a fraction of the time of two.
         items = torch.cat([self.targets, self.seen_items])
         size = int(items.max()) + 1 if len(items) else 1
-        seen = self.seen_rows * size + self.seen_items
+        # Of 32 bits the numbers of pairs would overflow.
+        seen = self.seen_rows.long() * size + self.seen_items
         pairs = torch.isin(self.rows * size + self.targets, seen)
         return pairs & (self.targets >= 0)
 
@@ -132,6 +133,13 @@ class Question:
     def new(self) -> Tensor:
         """Whether each target is not in the ranking, for any query, (T,) bool."""
         return torch.isin(self.targets, torch.tensor([-1, *self.not_items]))
+
+    @cached_property
+    def _grades(self) -> Tensor:
+        """The relevance of each target, (T,)."""
+        if self.grades is None:
+            return torch.ones(len(self.targets))
+        return self.grades
 
     @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
@@ -185,9 +193,7 @@ class Question:
             raise ValueError(
                 f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row"
             )
-        values = torch.ones(len(items))
-        if self.grades is not None:
-            values = self.grades[first:last][is_shown]
+        values = self._grades[first:last][is_shown]
         left_out = torch.zeros_like(scores, dtype=torch.bool)
         left_out[:, list(self.not_items)] = True
         seen_rows, seen_items = self._seen
@@ -199,12 +205,9 @@ class Question:
     def hits(self, gains: Tensor) -> Hits:
         """Returns the hits of all queries, given their gains (U, k)."""
         relevant = self.rows.bincount(minlength=self.queries)
-        grades = self.grades
-        if grades is None:
-            grades = torch.ones(len(self.targets))
         ideal = torch.zeros_like(gains)
         if self.queries:
-            by_query = list(torch.split(grades.float(), relevant.tolist()))
+            by_query = list(torch.split(self._grades.float(), relevant.tolist()))
             best = pad_sequence(by_query, batch_first=True).sort(descending=True).values
             width = min(best.shape[1], gains.shape[1])
             ideal[:, :width] = best[:, :width]
