@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import torchrec_ext.adopt.step as adopted
 from tests.adopt.pairs import Pairs, logistic
@@ -157,54 +155,6 @@ def test_a_module_that_reads_an_array_of_numpy_is_captured() -> None:
         )
         assert step.describe().startswith("captured") == (compile_ == "require")
     torch.testing.assert_close(losses[1], losses[0])
-
-
-class Reversed(torch.autograd.Function):
-    """Hands a value on, and its gradient back with the other sign, as adversarial training does."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, scale: float) -> Tensor:  # type: ignore[override]
-        ctx.scale = scale
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return -ctx.scale * gradient, None
-
-
-def apart(model: Any, call: Any) -> Any:
-    """Returns the loss of a step that has torch call the top of the model, or what is before it, by ``call``."""
-
-    def loss(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
-        both = torch.cat([model.user(user), model.item(item)], 1)
-        return (call(model.top, both).squeeze(1) - label).square().mean()  # type: ignore[no-any-return]
-
-    return loss
-
-
-def test_an_autograd_function_is_captured() -> None:
-    weights = []
-    for compile_ in ("off", "require"):
-        model, _, optimizer = made("off")
-        loss = apart(model, lambda top, both: top(Reversed.apply(both, 0.3)))
-        step = adopt(model, optimizer, loss, compile=compile_)  # type: ignore[arg-type]
-        for batch in batches(9):
-            step(*batch)
-        weights.append([each.detach() for each in model.parameters()])
-    assert step.describe().startswith("captured")
-    torch.testing.assert_close(weights[0], weights[1])
-
-
-def test_a_checkpoint_is_refused_by_its_line() -> None:
-    """It is no constant tensor, as its place in the graph might say."""
-    model, _, optimizer = made("off")
-    loss = apart(model, partial(checkpoint, use_reentrant=False))
-    step = adopt(model, optimizer, loss, compile="require")
-    for batch in batches(2):
-        step(*batch)
-    refused = r"test_edges.py:\d+ .* has torch call a function, as .*checkpoint does; call it directly"
-    with pytest.raises(CannotAdopt, match=refused):
-        step(*batch)
 
 
 def test_dynamic_ids_are_refused_with_their_remedy_and_train_eagerly() -> None:

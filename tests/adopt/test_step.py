@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchrec_ext
 import torchrec_ext.adopt.step as adopted
@@ -287,6 +288,18 @@ def read_by_a_package() -> Case:
     return made._replace(loss=loss)
 
 
+class Reversed(torch.autograd.Function):
+    """Hands a value on, and its gradient back with the other sign, as adversarial training does."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -0.3 * gradient
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "Adam": of_pairs,
     "Adam, row by row": adam_and(),
@@ -317,6 +330,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "pairwise": pairwise,
     "odd": odd,
     "read by a package": read_by_a_package,
+    "autograd.Function": lambda: times(Reversed.apply),
 }
 
 
@@ -628,6 +642,10 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "sparse matrix": (
         lambda: case(OverAGraph()),
         rf"{HERE}\(items = .*\) reads a sparse matrix; take F.embedding_bag\(columns, dense, row",
+    ),
+    "checkpoint": (
+        lambda: times(lambda loss: checkpoint(torch.neg, loss, use_reentrant=False)),
+        rf"{HERE}.* has torch call a function, as .*checkpoint does; call it directly",
     ),
     "keys": (
         lambda: case(Dictionary()),

@@ -10,6 +10,7 @@ Changes: finds what a user changed between two captured steps.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -359,7 +360,7 @@ class ForwardWatch(TorchFunctionMode):
         repeats: Sequence[tuple[Tensor, int]] = (),
     ) -> None:
         super().__init__()
-        self.look_ups: dict[int, int] = {}
+        self.look_ups = Counter[int]()
         self._repeats = {id(leaf): count for leaf, count in repeats}
         self.calls = 0
         self.random = False
@@ -401,7 +402,7 @@ class ForwardWatch(TorchFunctionMode):
             weight = id(named["weight"])
             if is_plain(named):
                 count = ids.numel() // self._repeats.get(id(ids), 1)
-                self.look_ups[weight] = self.look_ups.get(weight, 0) + count
+                self.look_ups[weight] += count
         return result
 
 

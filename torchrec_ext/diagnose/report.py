@@ -175,7 +175,7 @@ def _times(facts: Facts) -> list[str]:
         f"an iteration takes {whole:.3g} ms: {', '.join(texts)}; {len(facts.rounds)} rounds in {facts.seconds:.0f} s, "
         f"{facts.threads} thread(s) on {facts.cores} core(s)"
     )
-    if facts.busy is not None and facts.busy >= 0.1:
+    if (facts.busy or 0.0) >= 0.1:
         others = "others and the workers" if facts.loader.workers else "others"
         text += f", of which {others} kept {facts.busy:.1f} busy"
     if facts.own_threads > facts.threads:

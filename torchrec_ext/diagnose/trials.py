@@ -47,7 +47,7 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
         )
         made.append(ready)
     busy = ""
-    if facts.busy is not None and facts.busy >= 0.1:
+    if (facts.busy or 0.0) >= 0.1:
         busy = f"while others keep {facts.busy:.1f} cores busy"
     for variant, count in (("one_thread", 1), ("all_threads", facts.cores)):
         name = f"{count} thread(s), not {facts.threads}"

@@ -282,11 +282,10 @@ def _rounding(module: nn.Module) -> float:
     kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {
         torch.float32
     }
-    roundings = [0.0]
     # A table in half precision rounds the sum of a bag, and a bundle does not.
-    for parameter in module.parameters(recurse=False):
-        if parameter.dtype in (torch.float16, torch.bfloat16):
-            kinds.add(parameter.dtype)
+    own = {parameter.dtype for parameter in module.parameters(recurse=False)}
+    kinds |= own & {torch.float16, torch.bfloat16}
+    roundings = [0.0]
     for kind in kinds:
         # Four times the rounding of one number; integers have a scale for each few
         # numbers.
@@ -361,7 +360,7 @@ class _Content:
         with _named("item", positions.ravel(), self.catalogue.ids):
             columns |= self.sides["candidate"].read(items).columns
         logits = self.network.logits(Chunk(columns))
-        if not bool(torch.isfinite(logits).all()):
+        if not torch.isfinite(logits).all():
             raise BundleError(
                 "model: gives NaN or infinity as a logit; train with finite values"
             )
@@ -397,10 +396,9 @@ class _Content:
         if self.preprocessor is not None:
             self.preprocessor.save(folder / PREPROCESSOR)
         self.catalogue.write(folder)
-        if self.users is not None:
-            self.users.write(folder, self.catalogue.ids)
         users = None
         if self.users is not None:
+            self.users.write(folder, self.catalogue.ids)
             users = {"rows": len(self.users.ids), "key": self.users.key}
         content: dict[str, Any] = {
             "metric": "product" if split.product else "top_nn",

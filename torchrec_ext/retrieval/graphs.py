@@ -45,7 +45,7 @@ class Graphs:
                 self._paths[f"{prefix}.{name}"] = path.removeprefix("model.")
 
     def renew(self, weights: Mapping[str, Tensor]) -> None:
-        """Writes the numbers of other weights, by path in the model, into the graphs."""
+        """Writes the numbers of other weights, on the CPU and by path in the model, into the graphs."""
         from onnx import numpy_helper
 
         for name, model in self._models.items():
@@ -53,7 +53,7 @@ class Graphs:
                 weight = weights.get(self._paths.get(tensor.name, ""))
                 if weight is None:
                     continue
-                value = weight.detach().cpu().contiguous().numpy()
+                value = weight.numpy()
                 if list(value.shape) != list(tensor.dims):
                     raise BundleError(
                         f"graph '{name}': weight of shape {list(value.shape)}, was {list(tensor.dims)}; export anew"

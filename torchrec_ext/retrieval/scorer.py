@@ -301,13 +301,11 @@ class Scorer:
     def _row(self, user: Mapping[str, Any], where: str) -> int:
         """Returns a user's row in the bundle's users, -1 if unknown."""
         users = self.bundle.users
-        if users is None or users.key not in user:
-            return -1
-        user_id = user[users.key]
-        if user_id is None:  # logs have rows without a user: nobody known
+        # Logs have rows without a user: nobody known.
+        if users is None or user.get(users.key) is None:
             return -1
         try:
-            return int(users.ids.positions([user_id])[0])
+            return int(users.ids.positions([user[users.key]])[0])
         except ValueError as error:
             raise RequestError(f"{where}.{users.key}", str(error)) from None
 

@@ -203,7 +203,7 @@ def refresh_store(
         gone = pa.array(list(deleted)).cast(known.type)
     except pa.ArrowException as error:
         raise BundleError(f"{folder}: {error}; give ids of its type") from None
-    leaves = pc.or_(pc.is_in(known, gone), pc.is_in(known, new))
+    leaves = pc.is_in(known, pa.concat_arrays([gone, new]))
     stays = np.flatnonzero(~np.asarray(leaves))
 
     def every() -> Iterator[Block]:

@@ -167,23 +167,40 @@ class LookingUp(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is F.embedding:
-            return self._rows(*args[:2])
+            return self._rows(*args, **kwargs)
         if func is F.embedding_bag:
             return self._bags(*args, **kwargs)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _table(self, ids: Tensor, weight: Tensor) -> str | None:
         """Returns the table that a column looks up, or None; one in half precision stays in the graph."""
         looked_up = id(ids) in self._columns and weight.dtype == torch.float32
         return self._tables.get(id(weight)) if looked_up else None
 
-    def _rows(self, ids: Tensor, weight: Tensor) -> Tensor:
+    def _rows(
+        self,
+        ids: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        *_: Any,
+        **others: Any,
+    ) -> Tensor:
         table = self._table(ids, weight)
         if table is not None:
-            return look_up(ids, table, weight.shape[1])
-        # Too large instead of negative: ONNX would count those from the last row.
-        return F.embedding(ids.masked_fill(ids < 0, torch.iinfo(ids.dtype).max), weight)
+            rows = look_up(ids, table, weight.shape[1])
+        else:
+            # Too large instead of negative: ONNX would count those from the last row.
+            most = torch.iinfo(ids.dtype).max
+            rows = F.embedding(ids.masked_fill(ids < 0, most), weight)
+        if max_norm is None:
+            return rows
+        # torch writes the shorter rows into the table, but only those that it reads.
+        norms = rows.norm(norm_type, -1, keepdim=True)
+        return torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
 
     def _bags(
         self,
@@ -202,7 +219,7 @@ class LookingUp(TorchFunctionMode):
                 f"model: forward{place}: an EmbeddingBag takes ids (B, L), by mode sum or mean, without offsets or "
                 "weights; pool an nn.Embedding for others"
             )
-        rows = self._rows(ids, weight)
+        rows = self._rows(ids, weight, **others)
         there = torch.ones_like(ids) if padding_idx is None else ids != padding_idx
         share = there.to(rows.dtype)[:, :, None]
         total = (rows * share).sum(1)
