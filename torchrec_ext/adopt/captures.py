@@ -490,8 +490,7 @@ def _step_of(
 
         def forward(tables: Any, *rows: Any) -> tuple[Tensor, Any]:
             batch = resident.assemble(resident.tensors, rows)
-            repeats = resident.repeats(batch, rows[0].shape[0])
-            return run(tables, batch, repeats)
+            return run(tables, batch, resident.repeats(batch, rows[0].shape[0]))
 
     def step(*batch: Any) -> tuple[Tensor, Any]:
         value, output = trained(

@@ -213,8 +213,7 @@ def sessions_in(folder: Path, config: DataConfig) -> RawSet:
     Raises:
         DataError: there is no such file, it is damaged, lacks a column, or holds a null.
     """
-    log = _log_of(folder)
-    columns = read_rows(log, [*KEYS.values(), ORDER], ())
+    columns = read_rows(_log_of(folder), [*KEYS.values(), ORDER], ())
     user = numbered(columns["user_id"])
     # Equal times keep the order of the rows.
     times = columns[ORDER].to_numpy(zero_copy_only=False)

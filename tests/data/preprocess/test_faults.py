@@ -27,7 +27,7 @@ from torchrec_ext.data.preprocess import (
     Preprocessor,
     TimeFeatures,
 )
-from torchrec_ext.data.preprocess.files import ROW_GROUP, scan
+from torchrec_ext.data.preprocess.files import ROW_GROUP
 from torchrec_ext.data.preprocess.rows import connected, telling
 from torchrec_ext.schema import DataError
 
@@ -398,13 +398,23 @@ def test_without_duckdb_only_fitting_and_files_are_missing(
     assert fitted.online({"city": ["b"]})["city"].values.tolist() == [2]
 
 
-def test_integers_beyond_those_of_the_first_file_are_refused(tmp_path: Path) -> None:
-    for kind in (pa.int32(), pa.uint32()):
-        table(
-            tmp_path / f"{kind}.parquet",
-            x=pa.array([1], kind),
-            y=pa.array([[1]], pa.list_(kind)),
-        )
+def test_integers_may_be_wider_in_another_file_but_not_of_a_relation(
+    tmp_path: Path,
+) -> None:
+    steps = Preprocessor([Categorify(column="x"), Categorify(column="y")])
+    for kind, value in ((pa.int32(), -1), (pa.uint32(), 2**32 - 1)):
+        for folder in (tmp_path, tmp_path / f"day={value}"):
+            folder.mkdir(exist_ok=True)
+            table(
+                folder / f"{kind}.parquet",
+                x=pa.array([value], kind),
+                y=pa.array([[value]], pa.list_(kind)),
+            )
+    for pattern in ("*.parquet", "day=*"):
+        fitted = steps.fit(str(tmp_path / pattern))
+        assert fitted.vocab == {"x": 3, "y": 3}, pattern
     for name in "xy":
-        with pytest.raises(DataError, match=rf"uint32\.parquet: column '{name}' is"):
-            scan(tmp_path, name)
+        with connected() as con:
+            log = con.sql(f"SELECT {name} FROM '{tmp_path}/*.parquet'")
+            with pytest.raises(DataError, match=rf"uint32.*: column '{name}' is"):
+                Preprocessor([Categorify(column=name)]).fit(log, con=con)

@@ -166,8 +166,7 @@ class EventLog:
             for entry in entries:
                 if entry.name in self._seen or entry.name[0] in "._":
                     continue
-                is_data = _is_data(Path(entry.path))
-                (new if is_data else left_out).append(entry.name)
+                (new if _is_data(Path(entry.path)) else left_out).append(entry.name)
         self._check_unchanged(self._file)
         self._seen.update(new, left_out)
         self._waiting = sorted(new, key=_natural)

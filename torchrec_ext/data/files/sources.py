@@ -244,9 +244,11 @@ class ParquetSource:
         """All files for Arrow and DuckDB to scan; hive partitions are texts."""
         options = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
         texts = pa.schema([(name, pa.string()) for name in self._partitions])
+        schemas = [*[opening.schema for opening in self._openings], texts]
         return ds.dataset(
             [file.path for file in self.files],
-            schema=pa.schema([*self._openings[0].schema, *texts]),
+            # Integers may be wider in another file than in the first.
+            schema=pa.unify_schemas(schemas, promote_options="permissive"),
             format=ds.ParquetFileFormat(default_fragment_scan_options=options),
             filesystem=self.files[0].remote,
             partitioning=ds.partitioning(texts, flavor="hive"),

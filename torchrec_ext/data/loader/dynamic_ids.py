@@ -172,8 +172,7 @@ class DynamicIdLoader:
 
     def _recent(self) -> list[int]:
         """Returns the look-ups of all ranks since the last figures, and those that read row 0; collective."""
-        recent = self.ids.ranks.reduced(self._counts() - self._reported)
-        return recent.tolist()
+        return self.ids.ranks.reduced(self._counts() - self._reported).tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""

@@ -160,8 +160,7 @@ class StreamedRows:
         share: Share,
         in_order: bool = True,
     ) -> None:
-        ids = shared.ids if shared else ()
-        layout = BlockLayout.of(schema, config, ids, without)
+        layout = BlockLayout.of(schema, config, shared.ids if shared else (), without)
         group_rows = tuple(group.rows for group in source.groups)
         lanes = config.lanes
         buffer_rows = config.buffer_rows

@@ -324,8 +324,7 @@ class Cross(Step):
     def types(self, types: Types) -> Types:
         """Returns integers."""
         for name in self.columns:
-            remedy = "bucket a number first; a list cannot be crossed"
-            need(types, self, name, IDS, remedy)
+            need(types, self, name, IDS, "bucket a number; a list cannot be crossed")
         return {self.writes[0]: INT64}
 
     def apply(self, columns: Columns, state: StepState) -> Columns:

@@ -27,7 +27,8 @@ def scan(
 
     Args:
         paths: files, folders, patterns or remote addresses.
-        only: names of the columns to check; all of the first file by default.
+        only: names of the columns to check, of files that DuckDB reads by the first one's types; all of the first file
+            by default, and integers may be wider in another.
 
     Raises:
         DataError: a path names nothing; a file is not parquet, is cut short, has other columns than the first, or one
@@ -41,13 +42,15 @@ def scan(
                 continue
             other = source.type_of(name, number)
             kind, wider = raw_type(other), raw_type(dtype)
-            # DuckDB reads all files by the first one's types. Of a column without a value pandas knows none.
             ints = [value_type(each) for each in (other, dtype)]
-            fits = not all(map(pa.types.is_integer, ints)) or np.can_cast(
-                *[each.to_pandas_dtype() for each in ints]
+            is_beyond = (
+                only is not None
+                and all(map(pa.types.is_integer, ints))
+                and not np.can_cast(*[each.to_pandas_dtype() for each in ints])
             )
-            if other not in (dtype, pa.null()) and not (
-                kind and wider and widens(kind, wider) and fits
+            # Of a column without a value pandas knows no type.
+            if other not in (dtype, pa.null()) and (
+                is_beyond or not (kind and wider and widens(kind, wider))
             ):
                 raise DataError(
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "

@@ -151,8 +151,9 @@ class Preprocessor:
                         progress(str(step))
                     with _fit_rows(fitted, step, data, past, opened) as query:
                         state = step.fit(query, types[number], data.where)
-                    pairs = [*fitted.pairs, (step, state)]
-                    fitted = dataclasses.replace(fitted, pairs=pairs)
+                    fitted = dataclasses.replace(
+                        fitted, pairs=[*fitted.pairs, (step, state)]
+                    )
         return fitted
 
 

@@ -312,8 +312,7 @@ def _files_behind(
                 found = con.execute("SELECT file FROM glob(?)", [pattern]).fetchall()
                 files += [file for (file,) in found]
         if files:
-            names = {*columns, *re.findall(r"\w+", sql)}
-            sources.append(scan(files, names)[0])
+            sources.append(scan(files, {*columns, *re.findall(r"\w+", sql)})[0])
     return sources
 
 
@@ -338,7 +337,7 @@ def _view_of(files: ParquetSource, schema: Collection[str], con: Connection) -> 
     view = f"files_{next(_numbers)}"
     con.execute(
         f"CREATE VIEW {view} AS SELECT {', '.join(map(quoted, schema))} FROM read_parquet([{', '.join(names)}], "
-        "hive_partitioning=false)"
+        "hive_partitioning=false, union_by_name=true)"
     )
     return view
 

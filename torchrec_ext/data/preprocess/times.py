@@ -106,8 +106,7 @@ class TimeFeatures(Step):
         local = _local(np.where(in_range, second, 0), self.zone)
         results = {}
         for name, feature in zip(self.writes, self.features, strict=True):
-            ids = np.where(in_range, _numbers(feature, local), 0)
-            results[name] = Cells(ids)
+            results[name] = Cells(np.where(in_range, _numbers(feature, local), 0))
         return results
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
