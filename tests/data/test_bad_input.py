@@ -151,6 +151,10 @@ SQL = {
         "SELECT city, user at FROM 'a.csv'",
         r"^DuckDB: Parser Error: .*correct the SQL \(quote reserved names",
     ),
+    "a sum": (
+        "SELECT 9223372036854775807 + i AS city FROM range(2) t(i)",
+        r"^DuckDB: Out of Range Error: Overflow in addition of INT64 .*correct the SQL",
+    ),
     "a value": (
         "SELECT CAST(user AS BIGINT) AS city FROM 'a.csv'",
         r"a\.csv: line 2: .*; mend it, or read the file by read_csv",

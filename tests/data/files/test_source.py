@@ -129,7 +129,7 @@ def test_folders_above_the_named_one_are_no_partitions(tmp_path: Path) -> None:
         ):
             ParquetSource(path)
     (log / "day=3").rename(log / f"day={2**64}")
-    assert ParquetSource(log).type_of("day") == pa.string(), "beyond 64 bits"
+    assert ParquetSource(log).type_of("day") == pa.string()
 
 
 def test_addresses_are_read_by_arrows_file_systems(

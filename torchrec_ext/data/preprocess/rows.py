@@ -133,14 +133,8 @@ def telling() -> Iterator[None]:
         raise DataError(told) from error
 
 
-# Of the recipe's SQL, or of values that it converts.
-_OF_SQL = (
-    "BinderException",
-    "CatalogException",
-    "ConversionException",
-    "InvalidInputException",
-    "ParserException",
-)
+# Of the recipe's SQL, or of values that it converts. By its words, which Arrow hands on behind the first batch.
+_OF_SQL = "(Binder|Catalog|Conversion|Invalid Input|Out of Range|Parser) Error: "
 # DuckDB's words for a fault in a file, and ours.
 _FAULTS = {
     r'Invalid string encoding found in Parquet file "(.*?)": (.{1,60})': "{}: {}; write texts as UTF-8",
@@ -163,7 +157,7 @@ def _told(error: Exception) -> str:
     for pattern, words in _FAULTS.items():
         if fault := re.search(pattern, text, re.DOTALL):
             return words.format(*fault.groups())
-    if type(error).__name__ not in _OF_SQL:
+    if not re.match(_OF_SQL, text):
         return ""
     remedy = "correct the SQL (quote reserved names), or write the column so"
     return f"DuckDB: {text.splitlines()[0][:110]}; {remedy}"

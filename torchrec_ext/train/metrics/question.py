@@ -157,7 +157,7 @@ class Question:
         """Returns the grades of the k best items of queries ``start`` to ``start + B``, (B, k).
 
         Args:
-            scores: score of each item for each query, (B, I), or of :meth:`ids`, (B, 1 + N); overwritten.
+            scores: score of each item for each query, (B, I), or of :meth:`ids`, (B, 1 + N).
             start: number of the first query.
             k: number of first places.
 
@@ -179,7 +179,7 @@ class Question:
                 f"scores: {float(scores[row, column])} of query {start + row} for item {column}; a ranking needs "
                 "numbers: has training diverged?"
             )
-        return first_gains(scores.masked_fill_(left_out, -torch.inf), grades, k, start)
+        return first_gains(scores.masked_fill(left_out, -torch.inf), grades, k, start)
 
     def _of_catalogue(
         self, scores: Tensor, start: int
@@ -227,7 +227,7 @@ def hits_by(
     """Ranks by any scores, a block of queries at a time.
 
     Args:
-        score: function from a slice of B queries to new scores of all items, (B, I).
+        score: function from a slice of B queries to scores of all items, (B, I).
         question: the question.
         num_items: I.
         k: number of first places.
