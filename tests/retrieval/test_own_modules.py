@@ -218,11 +218,14 @@ class Bent(Whole):
 
 
 class Short(Bent):
-    """Rows of a length that torch writes into those which a forward reads: an audit reads few."""
+    """Rows of a length that torch writes into those which a forward reads, and a column that it takes in vain."""
 
     def __init__(self) -> None:
         super().__init__()
         self.item = nn.Embedding(900, D, max_norm=0.5)
+
+    def forward(self, user: Tensor, item: Tensor, profile: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(user, item)
 
 
 class Case(NamedTuple):
@@ -463,12 +466,16 @@ def test_a_bag_leaves_its_padding_row_out(bundles: Bundles) -> None:
 
 @torch.no_grad()
 def test_rows_that_no_audit_reads_are_as_short_as_max_norm(tmp_path: Path) -> None:
+    """A request does not name the column that forward does not read."""
     model, ids = Short(), np.arange(900)
     catalogue = Catalogue(ids=ids, features=pa.table({"item": ids}))
-    export(model, tmp_path / "b", catalogue=catalogue, queries=table(["user"]))
+    export(
+        model, tmp_path / "b", catalogue=catalogue, queries=table(["user", "profile"])
+    )
     asked = ScoreRequest(user={"user": 3}, items=ids.tolist())
     scores = Scorer(Bundle.load(tmp_path / "b")).score(asked).scores
-    expected = model.eval()(torch.full((900,), 3), torch.from_numpy(ids))
+    users = torch.full((900,), 3)
+    expected = model.eval()(users, torch.from_numpy(ids), users)
     torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-3)
 
 

@@ -577,7 +577,7 @@ def _named(
 
 def _check_table(name: str, start: int, rows: Tensor) -> None:
     # A sum is read once and keeps each NaN and infinity; finite ones may overflow in it.
-    if bool(rows.sum().isfinite()):
+    if rows.sum().isfinite():
         return
     wrong = ~torch.isfinite(rows).all(1)
     if bool(wrong.any()):

@@ -492,7 +492,6 @@ class OwnNetwork(Network):
         self.model = get_unwrapped_module(model)
         if isinstance(self.model, DLRMTrain):
             self.model = self.model.model
-        self._given = given
         both = sorted(set(queries.column_names) & set(catalogue.column_names))
         if both:
             raise BundleError(
@@ -507,17 +506,15 @@ class OwnNetwork(Network):
             for table in (queries, catalogue)
             for name in table.column_names
         }
-        columns = self._inputs(list(raw))
-        self._dtypes: dict[str, str] = {}
         inputs = []
-        for name in columns:
+        for name in self._inputs(list(raw)):
             # A DLRM pools lists of any length.
             is_dlrm = isinstance(self.model, DLRM)
             pools = is_dlrm and name != _DENSE
             dtype, shape = _kind_of(name, raw[name], given, any_length=pools)
             # A network of numbers takes whole ones too.
-            dtype = "float32" if is_dlrm and not pools else dtype
-            self._dtypes[name] = dtype
+            if is_dlrm and not pools:
+                dtype = "float32"
             inputs.append(
                 Leaf(
                     name=name,
@@ -584,10 +581,13 @@ class OwnNetwork(Network):
             )
             dense = _matrix(columns[_DENSE]).to(device)
             return self.model(dense, keyed.to(device)).reshape(-1).float().cpu()  # type: ignore[no-any-return]
-        values = {
-            name: _matrix(each, self._dtypes[name]).to(device)
-            for name, each in columns.items()
-        }
+        values = {}
+        for leaf in self.split.inputs:
+            # Columns that forward takes and does not read are not asked for.
+            shape: Any = (columns.num_rows, *leaf.shape)
+            unread = Column(np.zeros(shape))
+            column = columns.get(leaf.name, unread)
+            values[leaf.name] = _matrix(column, leaf.dtype).to(device)
         try:
             logits = self.model(**values)
         except IndexError as error:
