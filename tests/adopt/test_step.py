@@ -645,7 +645,7 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     ),
     "checkpoint": (
         lambda: times(lambda loss: checkpoint(torch.neg, loss, use_reentrant=False)),
-        rf"{HERE}.* has torch call a function, as .*checkpoint does; call it directly",
+        rf"{HERE}.* gives torch a function to call, as .*checkpoint; call it yourself",
     ),
     "keys": (
         lambda: case(Dictionary()),
