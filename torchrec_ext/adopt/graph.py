@@ -286,8 +286,8 @@ class StepGraph:
             )
         if {user.target for user in node.users} != {autograd_function_apply}:
             raise CannotAdopt(
-                f"{_line_of(node)} gives torch a function to call, as a hook or torch.utils.checkpoint; call it "
-                "yourself, or write an autograd.Function"
+                f"{_line_of(node)} gives torch a function to call, as a hook or a checkpoint; call it yourself, or "
+                "take an autograd.Function"
             )
         for each in part.graph.nodes:
             self._refuse(each)
