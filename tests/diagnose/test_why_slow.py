@@ -280,6 +280,9 @@ def test_a_step_that_adopt_refuses_is_known() -> None:
     momentum = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
     reasons = why_slow(model, momentum, loss, given).facts.not_measured
     assert "SGD with momentum=0.9 has no captured form" in reasons["captured"]
+    accumulates = lambda *batch: loss(*batch).backward()  # noqa: E731
+    reasons = why_slow.step(accumulates, given, optimizer=optimizer).facts.not_measured
+    assert "not every iteration takes an optimizer's step" in reasons["captured"]
     with Runtime.start() as runtime:
         sharded, moving = hybrid_parallel(model, runtime, optimizer=OptimizerConfig())
         diagnosis = why_slow(

@@ -161,6 +161,11 @@ class TrainingLoop:
             # not in a timed iteration.
             self.iterate()
         parts = [self.iterate() for _ in range(self.iterations)]
+        # As in a loop that accumulates gradients.
+        if not all(part["optimizer"] for part in parts):
+            self.not_measured["captured"] = (
+                "not every iteration takes an optimizer's step, as an adopted one does"
+            )
         return {
             name: statistics.fmean([each[name] for each in parts]) for name in parts[0]
         }

@@ -124,8 +124,7 @@ def _refusal(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> s
 
 def _counted(loop: TrainingLoop) -> Counted:
     """Counts the ops of a step; none if it cannot be counted."""
-    batch = loop.several(1)[0]
-    run = partial(count_ops, lambda: loop.call(batch), loop.modules)
+    run = partial(count_ops, lambda: loop.call(loop.pool[0]), loop.modules)
     return attempt(loop, "ops", run, Counted())
 
 

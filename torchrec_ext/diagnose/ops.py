@@ -146,8 +146,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             table: Any = module
             rows, dim = table.weight.shape
             name = paths.get(id(module)) or type(module).__name__
-            facts = TableFacts(name=name, rows=rows, dim=dim, read=read)
-            found.append((facts, module))
+            found.append((TableFacts(name=name, rows=rows, dim=dim, read=read), module))
         return found
 
 

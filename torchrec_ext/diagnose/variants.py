@@ -48,8 +48,7 @@ def variants(
     yield Variant("ready", lambda: {"ready": steps()})
     if loop.compiled:
         why = "the step is compiled, and would be compiled again for it"
-        names = ("quadruple", "bf16", "still_tables")
-        missing.update(dict.fromkeys(names, why))
+        missing.update(dict.fromkeys(("quadruple", "bf16", "still_tables"), why))
         yield from _threads(loop, busy)
         return
     if row_count(loop.pool[0]):
