@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._functorch.autograd_function import autograd_function_apply
 
 from torchrec_ext.adopt.checks import device_of
 from torchrec_ext.adopt.errors import CannotAdopt
@@ -284,7 +283,7 @@ class StepGraph:
             raise CannotAdopt(
                 f"{_line_of(node)} reads a tensor as a constant; make it a buffer of the model"
             )
-        if {user.target for user in node.users} != {autograd_function_apply}:
+        if {str(user.target) for user in node.users} != {"autograd_function_apply"}:
             raise CannotAdopt(
                 f"{_line_of(node)} gives torch a function to call, as a hook or a checkpoint; call it yourself, or "
                 "take an autograd.Function"
