@@ -172,6 +172,7 @@ def mixed(tmp_path: Path) -> str:
         "torch": "2.12.0+cpu",
         "fbgemm_gpu": "1.8.0",
         "fbgemm_gpu_cpu": "1.8.0",
+        "torchrec": "1.8.0",
     }.items():
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()

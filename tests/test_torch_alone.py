@@ -61,7 +61,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in distributions("torch", "numpy", "tqdm"):
         files = metadata.distribution(name).files or ()
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
-            (site / top).symlink_to(metadata.distribution(name).locate_file(top))
+            # Many distributions share NVIDIA's folder.
+            if not (site / top).exists():
+                (site / top).symlink_to(metadata.distribution(name).locate_file(top))
     (site / "torchrec_ext").symlink_to(ROOT / "torchrec_ext")
     return root / "bin" / "python"
 

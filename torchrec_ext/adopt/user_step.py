@@ -48,6 +48,7 @@ class UserStep:
     Attributes:
         device: device of the model.
         number: number of the current step, from 1.
+        shares_rows: whether a captured step reads a row once that a batch repeats.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class UserStep:
         # check() refuses a model on several devices.
         self.device = device_of(model)
         self.number = 0
+        self.shares_rows = True
         self._has_gradients = False
         # Losses of a GPU that nobody has looked at, and the number of the first; those
         # before them are on their way to the host.

@@ -63,8 +63,9 @@ class Verification:
         if not (update.unverified[graph.number] or is_due):
             return None
         # What the step may write besides the memory, such as buffers.
-        outer = [tensors[index].detach() for index in graph.outer]
-        return Snapshot(update.memory, outer)
+        return Snapshot(
+            update.memory, [tensors[index].detach() for index in graph.outer]
+        )
 
     def compare(
         self, captured: StepComparison, batch: DrawnStep
@@ -93,8 +94,7 @@ class Verification:
         # Nothing but the two slow first steps was eager before.
         if self._policy.compile == "require":
             self._policy.eager_seconds.append(user_step.now() - start)
-        loss = captured.outputs[captured.graph.loss]
-        results = (loss, captured.outputs), eager
+        results = (captured.outputs[captured.graph.loss], captured.outputs), eager
         # In 16 bits each op rounds, and a compiled kernel rounds less often.
         factor = 1.0 if user_step.autocast_dtype() is None else 300.0
         far = step_difference(memory, outer, before, after, *results, factor)
@@ -152,8 +152,9 @@ class Verification:
                     found[each.name] = _pull(each, begun, after)
                 first = first or found
                 for name, value in found.items():
-                    far = _most(_minus(value, first[name]))
-                    noise[name] = max(noise.get(name, 0.0), far)
+                    noise[name] = max(
+                        noise.get(name, 0.0), _most(_minus(value, first[name]))
+                    )
         finally:
             memory.settle()
             write_back(memory, outer, now)

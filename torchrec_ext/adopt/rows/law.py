@@ -196,8 +196,7 @@ class NegativeDraws(RowDraws):
         # -1 reads the row of the users who have taken nothing.
         users, owners, items = _pairs(law, columns)
         numbers, there = numbers_of(self.catalogue, items)
-        pairs = owners[there], numbers[there]
-        sampler = _sampler(law, self.catalogue, columns, *pairs)
+        sampler = _sampler(law, self.catalogue, columns, owners[there], numbers[there])
         sampler.seed = seed
         super().__init__(sampler, users, law.draws, self.catalogue)
         self.known = sampler.known

@@ -192,6 +192,7 @@ class Rows:
         self,
         indices: Tensor,
         draws: Tensor | None = None,
+        *,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Makes the batch of a step by torch ops alone, as iteration gives it.
@@ -274,8 +275,7 @@ class RowsOnDevice(ResidentRows):
     ) -> tuple[Any, ...]:
         """Makes the arguments of a step of its rows and their negatives."""
         named = dict(zip(self.rows.columns, tensors, strict=True))
-        draws = drawn[1] if len(drawn) > 1 else None
-        batch = self.rows.batch(drawn[0], draws, named)
+        batch = self.rows.batch(*drawn, tensors=named)
         return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
     def made(self, step: RowStep) -> tuple[Any, ...]:
