@@ -217,7 +217,7 @@ class StepReads(TorchFunctionMode):
             if not isinstance(each, Tensor) or each.dim() != 2:
                 return
             known = self._columns(each)
-            repeats = repeats or bool(known)
+            repeats = repeats or len(known) > 0
             columns += known or [_Columns(each, 1)]
         if repeats:
             self._matrices.append((result, columns))

@@ -46,7 +46,7 @@ def scan(
             is_beyond = (
                 only is not None
                 and all(map(pa.types.is_integer, ints))
-                and not np.can_cast(*[each.to_pandas_dtype() for each in ints])
+                and not np.can_cast(str(ints[0]), str(ints[1]))
             )
             # Of a column without a value pandas knows no type.
             if other not in (dtype, pa.null()) and (

@@ -353,7 +353,8 @@ class FittedPreprocessor:
         for field in self.schema:
             dtype = value_type(field.type)
             if pa.types.is_floating(dtype):
-                dtype = dtype.to_pandas_dtype()
+                # Not to_pandas_dtype(), for which pyarrow 25 and older need pandas.
+                dtype = np.dtype(f"f{dtype.bit_width // 8}")
                 limits.append((field.name, dtype, float(np.finfo(dtype).max)))
             else:
                 limits.append((field.name, None, 0.0))

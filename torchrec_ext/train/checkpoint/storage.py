@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -202,10 +203,12 @@ class Writer(FsspecWriter):
         """Seals, on rank 0. torch's own file of the index, for other tools, is written last of its files."""
         digests: dict[str, Any] = {}
         written = []
-        for of_rank in results:
-            for result in of_rank:
-                if result.index == _DIGESTS:
-                    digests |= result.storage_data
-            written.append([each for each in of_rank if each.index != _DIGESTS])
-        super().finish(metadata, written)
+        for result in chain.from_iterable(results):
+            if result.index == _DIGESTS:
+                digests |= result.storage_data
+            else:
+                written.append(result)
+        # By torch too, but 2.11 completes a copy of the index.
+        metadata.storage_data = {each.index: each.storage_data for each in written}
+        super().finish(metadata, [written])
         self._seal({**digests, **self.fs.digests}, metadata)
