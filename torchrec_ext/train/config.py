@@ -39,8 +39,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(ScheduleKind))
-        if self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
+        check_least("warmup", self.warmup, 0)
 
     @property
     def changes(self) -> bool:
@@ -89,10 +88,8 @@ class EarlyStop:
     restore: bool = True
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Literal["max", "min"]):
-            raise ValueError(f"mode={self.mode!r}: must be max or min")
-        if self.patience < 1:
-            raise ValueError(f"patience={self.patience}: must be 1 evaluation or more")
+        check_choice("mode", self.mode, ("max", "min"))
+        check_least("patience", self.patience)
 
 
 @dataclass(frozen=True, kw_only=True)
