@@ -77,16 +77,23 @@ class LoweredBags(nn.Module):
         tables: configs of the collection's tables.
         read: takes the name of a table and rows (n,), and returns the vectors (n, D).
         packed: whether :class:`Packer` packs the batches, so that as many ids as bags means one id in each.
+        weighted: whether the bags read the weights of a batch's ids.
     """
 
     def __init__(
-        self, tables: Sequence[EmbeddingBagConfig], read: Read, *, packed: bool
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        read: Read,
+        *,
+        packed: bool,
+        weighted: bool,
     ) -> None:
         super().__init__()
         self._tables = list(tables)
         self._names = get_embedding_names_by_table(self._tables)
         self._read = read
         self._packed = packed
+        self._weighted = weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled bags, (B, sum of D), of a KeyedJaggedTensor that :class:`Packer` may have padded."""
@@ -109,7 +116,7 @@ class LoweredBags(nn.Module):
         ids = features.values()[start : start + count]
         weights = features.weights_or_none()
         rows = self._read(table.name, ids)
-        if weights is not None:
+        if weights is not None and self._weighted:
             rows = rows * weights[start : start + count, None].to(rows.dtype)
         # With one id in each bag there is nothing to pool.
         if count == stride and self._packed:
@@ -151,7 +158,12 @@ def static_bags(read: Read, *, packed: bool = True) -> Lower:
             raise CannotCaptureError(
                 f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
             )
-        return LoweredBags(table_configs(collection), read, packed=packed)
+        return LoweredBags(
+            table_configs(collection),
+            read,
+            packed=packed,
+            weighted=collection._is_weighted,
+        )
 
     return lower
 
