@@ -1,7 +1,6 @@
 """hybrid_parallel() of a user's model: first rows, order of features and one backward a step, under any plan."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,11 +100,13 @@ class Net(nn.Module):
         collection: Any = EmbeddingBagCollection if pooled else EmbeddingCollection
         self.pooled = pooled
         self.tables = collection(tables=tables, device=device)
+        # Not contiguous.
+        self.register_buffer("shift", torch.zeros(2, WIDTH)[:, 0])
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         output = self.tables(ids)
         if self.pooled:
-            return output.values()  # type: ignore[no-any-return]
+            return output.values() + self.shift[1]  # type: ignore[no-any-return]
         return torch.cat([rows.values() for rows in output.values()], 1)
 
 
@@ -157,6 +158,7 @@ def first_outputs(runtime: Runtime) -> list[tuple[str, Tensor]]:
                 if not pooled and plan in (MIXED, PLANS[3]):
                     continue
                 model = given_model(runtime, way, pooled)
+                model.shift.fill_(runtime.rank)
                 sharded, _ = shard(model, runtime, plan)
                 for ids in (ids_of(), in_another_order()):
                     case = f"{plan}, {way}, pooled={pooled}, {ids.keys()}"
@@ -306,7 +308,7 @@ def test_tables_of_one_name_are_refused() -> None:
     assert len(message) <= 200
 
 
-def accumulated(runtime: Runtime, kind: str) -> str:
+def accumulated(runtime: Runtime, kind: str) -> None:
     optimizer = OptimizerConfig(tables=kind, tables_lr=0.1)  # type: ignore[arg-type]
     # Each table on one rank alone: the ranks without it refuse too.
     model = Net(META)
@@ -318,24 +320,18 @@ def accumulated(runtime: Runtime, kind: str) -> str:
         (sharded(ids_of()).sum() + sharded(ids_of()).sum()).backward()
         hybrid.step()
     sharded(ids_of()).sum().backward()
-    before = ""
-    try:
+    refusal = r"table '\w+': .*backward.*optimizer\.step\(\).*data_parallel$"
+    with pytest.raises(ValueError, match=refusal):
         sharded(ids_of()).sum().backward()
-    except ValueError as error:
-        before = str(error)
     # Gradients that were dropped do not accumulate.
     hybrid.step()
     sharded(ids_of()).sum().backward()
     hybrid.zero_grad()
     hybrid.step()
-    return before
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "row_wise_adagrad"])
 def test_a_second_backward_before_the_step_is_refused_for_every_fused_optimizer(
     kind: str,
 ) -> None:
-    for message in run_ranks(accumulated, 2, kind):
-        assert re.search(r"table '\w+': .*backward.*optimizer\.step\(\)", message)
-        assert message.endswith("data_parallel")
-        assert len(message) <= 200
+    run_ranks(accumulated, 2, kind)
