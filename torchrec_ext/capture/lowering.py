@@ -77,23 +77,16 @@ class LoweredBags(nn.Module):
         tables: configs of the collection's tables.
         read: takes the name of a table and rows (n,), and returns the vectors (n, D).
         packed: whether :class:`Packer` packs the batches, so that as many ids as bags means one id in each.
-        weighted: whether the bags read the weights of a batch's ids.
     """
 
     def __init__(
-        self,
-        tables: Sequence[EmbeddingBagConfig],
-        read: Read,
-        *,
-        packed: bool,
-        weighted: bool,
+        self, tables: Sequence[EmbeddingBagConfig], read: Read, *, packed: bool
     ) -> None:
         super().__init__()
         self._tables = list(tables)
         self._names = get_embedding_names_by_table(self._tables)
         self._read = read
         self._packed = packed
-        self._weighted = weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled bags, (B, sum of D), of a KeyedJaggedTensor that :class:`Packer` may have padded."""
@@ -114,10 +107,7 @@ class LoweredBags(nn.Module):
         count = parts[index]
         start = sum(parts[:index])
         ids = features.values()[start : start + count]
-        weights = features.weights_or_none()
         rows = self._read(table.name, ids)
-        if weights is not None and self._weighted:
-            rows = rows * weights[start : start + count, None].to(rows.dtype)
         # With one id in each bag there is nothing to pool.
         if count == stride and self._packed:
             return rows
@@ -149,7 +139,7 @@ def static_bags(read: Read, *, packed: bool = True) -> Lower:
     """Returns a function that lowers collections of bags; their shapes do not depend on the batch's ids.
 
     Raises:
-        CannotCaptureError: the function was called with another collection.
+        CannotCaptureError: the function was called with another collection, or one of weighted bags.
     """
 
     def lower(path: str, collection: nn.Module) -> nn.Module:
@@ -158,12 +148,11 @@ def static_bags(read: Read, *, packed: bool = True) -> Lower:
             raise CannotCaptureError(
                 f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
             )
-        return LoweredBags(
-            table_configs(collection),
-            read,
-            packed=packed,
-            weighted=collection._is_weighted,
-        )
+        if collection._is_weighted:
+            raise CannotCaptureError(
+                f"'{path}' reads weights of ids, which a captured step does not take"
+            )
+        return LoweredBags(table_configs(collection), read, packed=packed)
 
     return lower
 
@@ -197,15 +186,13 @@ class KeyedLayout:
     keys: tuple[str, ...]
     stride: int
     parts: tuple[int, ...]
-    weighted: bool
 
     def keyed(self, tensors: list[Tensor]) -> KeyedJaggedTensor:
-        """Builds the KeyedJaggedTensor of ids (sum of parts,), lengths (F S,) and, if weighted, weights."""
+        """Builds the KeyedJaggedTensor of ids (sum of parts,) and lengths (F S,)."""
         return KeyedJaggedTensor(
             keys=list(self.keys),
             values=tensors[0],
             lengths=tensors[1],
-            weights=tensors[2] if self.weighted else None,
             stride=self.stride,
             length_per_key=list(self.parts),
         )
@@ -242,7 +229,7 @@ def _unpack(kind: Any, remaining: Any) -> Any:
     if kind is None or isinstance(kind, int):
         return kind
     if isinstance(kind, KeyedLayout):
-        return kind.keyed([next(remaining) for _ in range(3 if kind.weighted else 2)])
+        return kind.keyed([next(remaining), next(remaining)])
     if isinstance(kind, BatchLayout):
         return SharedRows(
             **{
@@ -300,7 +287,6 @@ class Packer:
         stride = bags.stride()
         counts = dict(zip(bags.keys(), bags.length_per_key(), strict=True))
         values = bags.values()
-        weights = bags.weights_or_none()
         are_lists = self._are_lists(where, bags, lists)
         parts = list(counts.values())
         # A feature with one id per bag is never padded: its values go as they are,
@@ -313,12 +299,8 @@ class Packer:
                 for key in counts
             ]
             values = _padded(values, counts.values(), parts)
-            if weights is not None:
-                weights = _padded(weights, counts.values(), parts)
         tensors += [values, bags.lengths()]
-        if weights is not None:
-            tensors.append(weights)
-        return KeyedLayout(tuple(counts), stride, tuple(parts), weights is not None)
+        return KeyedLayout(tuple(counts), stride, tuple(parts))
 
     def _are_lists(
         self, where: str, bags: KeyedJaggedTensor, lists: tuple[str, ...] | None
