@@ -187,16 +187,6 @@ class KeyedLayout:
     stride: int
     parts: tuple[int, ...]
 
-    def keyed(self, tensors: list[Tensor]) -> KeyedJaggedTensor:
-        """Builds the KeyedJaggedTensor of ids (sum of parts,) and lengths (F S,)."""
-        return KeyedJaggedTensor(
-            keys=list(self.keys),
-            values=tensors[0],
-            lengths=tensors[1],
-            stride=self.stride,
-            length_per_key=list(self.parts),
-        )
-
 
 @dataclass(frozen=True)
 class BatchLayout:
@@ -229,7 +219,13 @@ def _unpack(kind: Any, remaining: Any) -> Any:
     if kind is None or isinstance(kind, int):
         return kind
     if isinstance(kind, KeyedLayout):
-        return kind.keyed([next(remaining), next(remaining)])
+        return KeyedJaggedTensor(
+            keys=list(kind.keys),
+            values=next(remaining),
+            lengths=next(remaining),
+            stride=kind.stride,
+            length_per_key=list(kind.parts),
+        )
     if isinstance(kind, BatchLayout):
         return SharedRows(
             **{
