@@ -165,8 +165,9 @@ class TrainConfig:
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank
             that no other waits for; members of a stack of networks together. ``auto`` captures if the model allows it
             and the rest of the run is long enough to pay for it, ``off`` never captures, ``require`` ends with an error
-            if it is not possible. The result is the same to rounding; see :class:`Steps`. A module's Python numbers are
-            read once: what you change while it trains, such as a temperature, belongs in a buffer.
+            if it is not possible. The result is the same to rounding, but several dropouts may draw in another order;
+            see :class:`Steps`. A module's Python numbers are read once: what you change while it trains, such as a
+            temperature, belongs in a buffer.
         amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay float32. ``fp16``
             computes them in float16, for devices without bfloat16, with a scaled loss; see :class:`LossScaling`.
     """
