@@ -492,6 +492,8 @@ def of_layers(runtime: Runtime) -> list[dict[str, float]]:
         for each in made:  # of which the state is made
             torch.manual_seed(0)
             stepped(*each, given[0])
+        # As after a resume: no checkpoint has a table's count under Adagrad.
+        own.state[own.replicated_tables[0]]["step"].zero_()
         captured = CapturedStep(other, own, as_traced)
         far = {"loss": 0.0}
         for number, batch in enumerate(given[1:]):

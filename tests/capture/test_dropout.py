@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchrec_ext.capture.dropout import hashed_mask, with_hashed_dropout
+from torchrec_ext.capture.executors import traced
 
 CPU = torch.device("cpu")
 
@@ -58,3 +59,9 @@ def test_a_graphs_dropout_has_one_mask_for_forward_and_backward(inplace: bool) -
     assert torch.allclose(dropped, x * grad)
     assert sorted({round(float(value), 4) for value in grad.flatten()}) == [0, 2.5]
     assert (grad > 0).float().mean() == pytest.approx(0.4, abs=0.02)
+
+
+def test_a_traced_step_draws_nothing_in_place() -> None:
+    nodes = traced(lambda x: [F.dropout(x, 0.3)], [torch.ones(9)]).graph.nodes
+    # Inductor has read what this op draws before it was drawn.
+    assert torch.ops.aten.bernoulli_.float not in [each.target for each in nodes]

@@ -307,7 +307,7 @@ def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(
         ),
         (
             {"mode": "local_sgd", "every": 0},
-            "every=0: must be 1 step or more",
+            "every=0: must be 1 or more",
         ),
         (
             {"mode": "local_sgd", "outer_lr": 0.0},

@@ -296,7 +296,7 @@ def test_the_reserved_id_reads_row_0_for_ever() -> None:
         (lambda: DynamicIds({}), "name at least one table"),
         (
             lambda: DynamicIds({"a": Dynamic(capacity=9)}, every=0),
-            "every=0: must be 1 step or more",
+            "every=0: must be 1 or more",
         ),
         (
             lambda: _ids().rows({"b": torch.tensor([1])}),

@@ -1,5 +1,7 @@
 """with_hashed_dropout(): a compiled step's dropout masks by hashes, which a compiler vectorizes.
 
+bernoulli_(): those of a traced step, which are torch's own.
+
 Inductor draws the mask of a dropout number by number on a CPU: three masks of 2,048 x 256 took 24 of the 34 ms of a
 compiled step, by hashes they take 6. A hash is of a weight's place and of two random keys, inside the kernel that reads
 the mask. The keys of each step come from torch's generator.
@@ -25,6 +27,27 @@ def with_hashed_dropout(graph: GraphModule) -> GraphModule:
         if node.target is F.dropout:
             node.target = hashed_dropout
     return GraphModule(graph, copied)
+
+
+def bernoulli_(tensor: Tensor, p: float = 0.5) -> Tensor:
+    """Draws in place, by torch's own numbers.
+
+    Inductor may read what ``Tensor.bernoulli_`` draws before it is drawn: of dropout behind batch normalisation, by
+    torch 2.13 on a CPU. What an operator returns, it waits for.
+    """
+    return tensor.copy_(_bernoulli(tensor, p))
+
+
+@torch.library.custom_op(
+    "torchrec_ext::bernoulli",
+    mutates_args=(),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def _bernoulli(like: Tensor, p: float) -> Tensor:
+    return torch.empty_like(like).bernoulli_(p)
+
+
+_bernoulli.register_fake(lambda like, _: torch.empty_like(like))
 
 
 def hashed_dropout(

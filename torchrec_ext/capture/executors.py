@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrec_ext.capture import policy
-from torchrec_ext.capture.dropout import with_hashed_dropout
+from torchrec_ext.capture.dropout import bernoulli_, with_hashed_dropout
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.state_copy import copied, random_state, set_random_state
@@ -223,6 +223,9 @@ def traced(step: _Step, tensors: list[Tensor]) -> GraphModule:
         # not.
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
+        drawn = torch.ops.aten.bernoulli_.float
+        if node.target is drawn and tensors[0].device.type == "cpu":
+            node.target = bernoulli_
         if depends_on_values(node.meta.get("val")):
             raise CannotCaptureError(
                 f"{node.target} depends on values that a step computes, as .item() and boolean masks do; take "

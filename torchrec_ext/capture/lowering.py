@@ -107,10 +107,7 @@ class LoweredBags(nn.Module):
         count = parts[index]
         start = sum(parts[:index])
         ids = features.values()[start : start + count]
-        weights = features.weights_or_none()
         rows = self._read(table.name, ids)
-        if weights is not None:
-            rows = rows * weights[start : start + count, None].to(rows.dtype)
         # With one id in each bag there is nothing to pool.
         if count == stride and self._packed:
             return rows
@@ -142,7 +139,7 @@ def static_bags(read: Read, *, packed: bool = True) -> Lower:
     """Returns a function that lowers collections of bags; their shapes do not depend on the batch's ids.
 
     Raises:
-        CannotCaptureError: the function was called with another collection.
+        CannotCaptureError: the function was called with another collection, or one of weighted bags.
     """
 
     def lower(path: str, collection: nn.Module) -> nn.Module:
@@ -150,6 +147,10 @@ def static_bags(read: Read, *, packed: bool = True) -> Lower:
         if not isinstance(collection, kinds):
             raise CannotCaptureError(
                 f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
+            )
+        if collection._is_weighted:
+            raise CannotCaptureError(
+                f"'{path}' reads weights of ids, which a captured step does not take"
             )
         return LoweredBags(table_configs(collection), read, packed=packed)
 
@@ -185,18 +186,6 @@ class KeyedLayout:
     keys: tuple[str, ...]
     stride: int
     parts: tuple[int, ...]
-    weighted: bool
-
-    def keyed(self, tensors: list[Tensor]) -> KeyedJaggedTensor:
-        """Builds the KeyedJaggedTensor of ids (sum of parts,), lengths (F S,) and, if weighted, weights."""
-        return KeyedJaggedTensor(
-            keys=list(self.keys),
-            values=tensors[0],
-            lengths=tensors[1],
-            weights=tensors[2] if self.weighted else None,
-            stride=self.stride,
-            length_per_key=list(self.parts),
-        )
 
 
 @dataclass(frozen=True)
@@ -230,7 +219,13 @@ def _unpack(kind: Any, remaining: Any) -> Any:
     if kind is None or isinstance(kind, int):
         return kind
     if isinstance(kind, KeyedLayout):
-        return kind.keyed([next(remaining) for _ in range(3 if kind.weighted else 2)])
+        return KeyedJaggedTensor(
+            keys=list(kind.keys),
+            values=next(remaining),
+            lengths=next(remaining),
+            stride=kind.stride,
+            length_per_key=list(kind.parts),
+        )
     if isinstance(kind, BatchLayout):
         return SharedRows(
             **{
@@ -288,7 +283,6 @@ class Packer:
         stride = bags.stride()
         counts = dict(zip(bags.keys(), bags.length_per_key(), strict=True))
         values = bags.values()
-        weights = bags.weights_or_none()
         are_lists = self._are_lists(where, bags, lists)
         parts = list(counts.values())
         # A feature with one id per bag is never padded: its values go as they are,
@@ -301,12 +295,8 @@ class Packer:
                 for key in counts
             ]
             values = _padded(values, counts.values(), parts)
-            if weights is not None:
-                weights = _padded(weights, counts.values(), parts)
         tensors += [values, bags.lengths()]
-        if weights is not None:
-            tensors.append(weights)
-        return KeyedLayout(tuple(counts), stride, tuple(parts), weights is not None)
+        return KeyedLayout(tuple(counts), stride, tuple(parts))
 
     def _are_lists(
         self, where: str, bags: KeyedJaggedTensor, lists: tuple[str, ...] | None

@@ -284,11 +284,15 @@ class StepMemory:
         Raises:
             CannotCaptureError: the parameters have made different numbers of steps.
         """
-        counts = {
-            float(steps): parameter.name
-            for parameter in self.parameters
-            for steps in parameter.steps
-        }
+        counts: dict[float, str] = {}
+        made = 0.0
+        for parameter in self.parameters:
+            for steps in parameter.steps:
+                made = max(made, float(steps))
+                # No other rule reads its count, and a checkpoint has none of a table
+                # under Adagrad.
+                if parameter.choice.kind in ("adam", "lazy_adam"):
+                    counts[float(steps)] = parameter.name
         if len(counts) > 1:
             least = min(counts)
             most = max(counts)
@@ -296,7 +300,7 @@ class StepMemory:
                 f"'{counts[least]}' has made {least:.0f} steps and '{counts[most]}' {most:.0f}; read all in each "
                 "step; make a new optimizer after unfreezing, load a state after an interrupted step"
             )
-        self._step.fill_(max(counts, default=0.0))
+        self._step.fill_(made)
         for name in self._rows:
             self._mark_current(name)
 

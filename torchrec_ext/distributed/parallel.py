@@ -97,7 +97,7 @@ def hybrid_parallel(
     Args:
         model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Tables on the
             meta device are drawn, with their ``init_fn`` if they have one. Other tables keep their rows: those of rank
-            0, as its dense layers, are copied to all ranks.
+            0, as its dense layers and buffers, are copied to all ranks. Dense layers that are frozen now stay so.
         runtime: this process's rank and device.
         plan: TorchRec's sharding plan, or settings by which :func:`plan_sharding` makes one; by default its own.
         optimizer: optimizers and learning rates; by default :class:`OptimizerConfig`'s.
@@ -112,8 +112,8 @@ def hybrid_parallel(
     Raises:
         ValueError: the model has no parameters; the plan shards a table whose optimizer nothing runs on the device; an
             exception names no table or layer; two collections have tables of one name; a table has rows on some ranks
-            and none on others, or an optimizer by ``apply_optimizer_in_backward``; ranks have other tables or settings;
-            the plan is of another model.
+            and none on others, is frozen, or has an optimizer by ``apply_optimizer_in_backward``; ranks have other
+            tables or settings; the plan is of another model.
     """
     _refuse_managed_collision(model)
     _refuse_one_name(model)
@@ -213,7 +213,7 @@ def _refuse_other_tables(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
-    """Returns the rows of the tables with memory by name, after copying rank 0's to all ranks."""
+    """Returns the rows of the tables with memory by name, after copying rank 0's and its buffers to all ranks."""
     given = rows_of_tables(model)
     for rank, names in enumerate(gather_objects(set(given), runtime.world_size)):
         differing = names ^ set(given)
@@ -222,34 +222,41 @@ def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
                 f"'{min(differing)}' is on the meta device on rank {rank} or {runtime.rank}, and not on the other; "
                 "build the model on one kind of device on all ranks"
             )
-    if runtime.world_size > 1 and given:
+    if runtime.world_size > 1:
         group = host_group()
-        for rows in given.values():
+        # TorchRec's DistributedDataParallel copies parameters alone.
+        buffers = [each for each in model.buffers() if not each.is_meta]
+        for tensor in [*given.values(), *buffers]:
+            first = tensor.contiguous()
             dist.broadcast(
-                rows, src=0, group=group if rows.device.type == "cpu" else None
+                first, src=0, group=group if first.device.type == "cpu" else None
             )
+            # An expanded buffer cannot be written, and seldom needs to be.
+            if not first.equal(tensor):
+                tensor.copy_(first)
     return given
 
 
 def dense_layers(model: nn.Module) -> list[str]:
     """Returns the names of all parameters of an unsharded ``model`` outside embedding collections."""
-    tables: set[str] = set()
-    for path, collection in collections(model):
-        tables |= {
-            f"{path}.{name}".lstrip(".") for name, _ in collection.named_parameters()
-        }
-    return [name for name, _ in model.named_parameters() if name not in tables]
+    tables = _table_prefixes(model)
+    return [name for name, _ in model.named_parameters() if not name.startswith(tables)]
+
+
+def _table_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Returns the paths with which names of tables begin."""
+    # A model may be a collection itself, at the empty path, with which all names begin.
+    return tuple(f"{path}.".lstrip(".") for path, _ in collections(model))
 
 
 def _refuse_without_kernel(
     model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str
 ) -> None:
-    tables = {table.name: table for table in tables_of(model)}
-    planned = {}
-    for name, sharding in table_shardings(plan).items():
-        if name in tables:
-            planned[name] = sharding.sharding_type
-    shardings([tables[name] for name in planned], choices, planned, device)
+    planned = {
+        name: sharding.sharding_type for name, sharding in table_shardings(plan).items()
+    }
+    tables = [table for table in tables_of(model) if table.name in planned]
+    shardings(tables, choices, planned, device)
 
 
 def _optimizer(
@@ -259,15 +266,13 @@ def _optimizer(
     layers: Mapping[str, Choice],
 ) -> HybridOptimizer:
     """Combines the fused optimizers with those of the replicated tables and dense layers."""
-    # A model may be a collection itself, at the empty path, with which all names begin.
-    paths = tuple(f"{path}.".lstrip(".") for path, _ in collections(model.module))
-    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    paths = _table_prefixes(model)
     tables = {}
     dense = {}
-    for name, value in parameters.items():
+    for name, value in in_backward_optimizer_filter(model.named_parameters()):
         if name.startswith(paths):
             tables[name] = value
-        else:
+        elif value.requires_grad:
             dense[name] = value
     # A parameter of a collection is called PATH.TABLE.weight.
     table_choices = {name: choices[name.split(".")[-2]] for name in tables}

@@ -8,6 +8,7 @@ ShardedBags also has MEAN pooling for every sharding type.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from itertools import chain
@@ -165,7 +166,8 @@ class ShardedBags(_AsUnsharded, ShardedEmbeddingBagCollection):
     TorchRec 1.8 sums the bags of row-wise tables pooled by MEAN and divides them afterwards. It divides every other bag
     of the collection too, which other sharding types have already divided; it exempts row-wise SUM tables, but only at
     each feature's first occurrence; and it cannot divide the bags of a rank without rows. Here a column of a row-wise
-    MEAN table is divided by the lengths of its feature's bags, and no other column is.
+    MEAN table is divided by the lengths of its feature's bags, and no other column is. Weights of ids are read only if
+    the collection is weighted.
 
     TorchRec returns the features in the order of the plan, so ``values()`` would mean other columns under another plan.
     Here they are in the order of the tables, as unsharded; columns that are in order are not copied.
@@ -215,8 +217,12 @@ class ShardedBags(_AsUnsharded, ShardedEmbeddingBagCollection):
         ctx: EmbeddingBagCollectionContext,
         features: KeyedJaggedTensor | TensorDict,
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Starts TorchRec's input dist, and keeps the divisors of this batch in ``ctx``."""
+        """Starts TorchRec's input dist of what the tables read, and keeps the divisors of this batch in ``ctx``."""
         features = self._with_same_keys(features)
+        if not self._is_weighted and features.weights_or_none() is not None:
+            # FBGEMM's kernels would weigh each id.
+            features = copy.copy(features)
+            features._weights = None
         if any(self._means):
             if features.variable_stride_per_key():
                 raise ValueError(

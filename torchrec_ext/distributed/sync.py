@@ -471,9 +471,9 @@ class LocalSGD(EveryStep):
             torch.device("cpu"),
         )
         own = torch.tensor([self._steps], device=device)
-        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own)
-        counts = torch.cat(gathered).tolist()
+        gathered = own.new_empty(dist.get_world_size())
+        dist.all_gather_into_tensor(gathered, own)
+        counts = gathered.tolist()
         if len(set(counts)) > 1:
             steps = ", ".join(
                 f"rank {rank}: {count}" for rank, count in enumerate(counts)

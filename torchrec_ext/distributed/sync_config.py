@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, get_args
 
-from torchrec_ext.schema.validation import check_choice
+from torchrec_ext.schema.validation import check_choice, check_least
 
 Mode = Literal["every_step", "local_sgd"]
 Collectives = Literal["auto", "gloo", "shared_memory"]
@@ -46,7 +46,7 @@ class SyncConfig:
         check_local_steps(self.every, self.outer_lr, self.outer_momentum)
         for name in _LOCAL:
             value = getattr(self, name)
-            default = type(self).__dataclass_fields__[name].default
+            default = getattr(type(self), name)
             if self.mode == "every_step" and value != default:
                 raise ValueError(
                     f"{name}={value!r}: only for mode=local_sgd, but mode=every_step"
@@ -66,8 +66,7 @@ def check_local_steps(every: int, outer_lr: float, outer_momentum: float) -> Non
     """
     if isinstance(every, bool) or not isinstance(every, Integral):
         raise ValueError(f"every={every!r:.60}: must be a whole number of steps")
-    if every < 1:
-        raise ValueError(f"every={every}: must be 1 step or more")
+    check_least("every", every)
     if not (math.isfinite(outer_lr) and outer_lr > 0):
         raise ValueError(f"outer_lr={outer_lr}: must be a positive number")
     if not 0 <= outer_momentum < 1:

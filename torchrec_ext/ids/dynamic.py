@@ -24,6 +24,7 @@ from torchrec_ext.ids.index import EMPTY, IdIndex, Layout, found
 from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.ids.ranks import IdRanks
 from torchrec_ext.ids.rows import RowPool
+from torchrec_ext.schema.validation import check_least
 
 # An eviction frees one in so many rows: few at a time, but not one by one.
 EVICTED_OF = 64
@@ -75,8 +76,7 @@ class DynamicIds:
             raise ValueError(
                 "tables={}: name at least one table, as in {'item': Dynamic(capacity=1_000_000)}"
             )
-        if every < 1:
-            raise ValueError(f"every={every}: must be 1 step or more")
+        check_least("every", every)
         self._every = every
         self.ranks = IdRanks()
         self.now = 0

@@ -39,8 +39,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(ScheduleKind))
-        if self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
+        check_least("warmup", self.warmup, 0)
 
     @property
     def changes(self) -> bool:
@@ -89,10 +88,8 @@ class EarlyStop:
     restore: bool = True
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Literal["max", "min"]):
-            raise ValueError(f"mode={self.mode!r}: must be max or min")
-        if self.patience < 1:
-            raise ValueError(f"patience={self.patience}: must be 1 evaluation or more")
+        check_choice("mode", self.mode, ("max", "min"))
+        check_least("patience", self.patience)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +165,9 @@ class TrainConfig:
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank
             that no other waits for; members of a stack of networks together. ``auto`` captures if the model allows it
             and the rest of the run is long enough to pay for it, ``off`` never captures, ``require`` ends with an error
-            if it is not possible. The result is the same to rounding; see :class:`Steps`. A module's Python numbers are
-            read once: what you change while it trains, such as a temperature, belongs in a buffer.
+            if it is not possible. The result is the same to rounding, but several dropouts may draw in another order;
+            see :class:`Steps`. A module's Python numbers are read once: what you change while it trains, such as a
+            temperature, belongs in a buffer.
         amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay float32. ``fp16``
             computes them in float16, for devices without bfloat16, with a scaled loss; see :class:`LossScaling`.
     """

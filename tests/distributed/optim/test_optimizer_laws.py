@@ -233,15 +233,17 @@ def test_a_sharded_table_without_a_kernel_is_refused_before_anything_is_sharded(
         assert len(message) <= 200
 
 
-def declared(runtime: Runtime) -> str:
-    """The refusal of a model whose tables have TorchRec's own optimizer."""
-    model = small_model(META)
+def declared(runtime: Runtime) -> None:
+    model = small_model(META).requires_grad_(False)
+    frozen = "table 'user_id': requires_grad=False, .* optimizer.per_table.user_id.lr=0"
+    with pytest.raises(ValueError, match=frozen):
+        hybrid_parallel(model, runtime)
+    model.requires_grad_()
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.7})
-    with pytest.raises(ValueError) as error:
-        hybrid_parallel(model, runtime, optimizer=OptimizerConfig())
-    return str(error.value)
+    told = "^table 'user_id': apply_optimizer_in_backward has declared"
+    with pytest.raises(ValueError, match=told):
+        hybrid_parallel(model, runtime)
 
 
-def test_a_declared_optimizer_is_refused() -> None:
-    (told,) = run_ranks(declared, 1)
-    assert told.startswith("table 'user_id': apply_optimizer_in_backward has declared")
+def test_a_frozen_table_and_a_declared_optimizer_are_refused() -> None:
+    run_ranks(declared, 1)

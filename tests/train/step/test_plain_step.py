@@ -45,6 +45,8 @@ def compared(
     for plain in (False, True):
         torch.manual_seed(0)
         unsharded = made()
+        # A frozen layer stays as it is.
+        next(unsharded.parameters()).requires_grad_(False)
         model, optimizer = hybrid_parallel(
             unsharded,
             runtime,

@@ -42,7 +42,8 @@ def declare_table_optimizer(
         Optimizer of each table, by name.
 
     Raises:
-        ValueError: the caller has declared one by TorchRec's own ``apply_optimizer_in_backward``.
+        ValueError: a table is frozen, or the caller has declared its optimizer by TorchRec's own
+            ``apply_optimizer_in_backward``.
     """
     choices = optimizer.for_tables(model)
     for _, collection in collections(model):
@@ -55,12 +56,16 @@ def declare_table_optimizer(
                     f"table '{table}': apply_optimizer_in_backward has declared its optimizer; leave that out, and "
                     "give optimizer=OptimizerConfig(...)"
                 )
+            if not parameter.requires_grad:
+                raise ValueError(
+                    f"table '{table}': requires_grad=False, but a kernel trains every table; leave that out, and set "
+                    f"optimizer.per_table.{table}.lr=0"
+                )
             setattr(parameter, _OURS, True)
             # A second declaration would be added to the first, and TorchRec refuse
             # both.
             for tag in _TAGS:
-                if hasattr(parameter, tag):
-                    delattr(parameter, tag)
+                vars(parameter).pop(tag, None)
             kind, arguments = choices[table].fused()
             apply_optimizer_in_backward(kind, [parameter], arguments)
     return choices

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema.validation import check_least
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
@@ -67,8 +68,7 @@ class Checkpointer:
     def __init__(self, folder: str, runtime: Runtime, *, keep: int = 3) -> None:
         self.folder = CheckpointFolder(folder)
         self._runtime = runtime
-        if keep < 1:
-            raise ValueError(f"Checkpointer: keep={keep}: must be 1 or more")
+        check_least("Checkpointer: keep", keep)
         self._keep = keep
         self.together = CheckpointRanks(runtime)
         self._running: _Save | None = None
