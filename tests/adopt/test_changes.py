@@ -769,6 +769,8 @@ def restore() -> None:
     ],
 )
 def test_what_somebody_changes_in_mid_training_takes_effect(name: str) -> None:
+    if "class" in name and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 guards no attribute of a class")
     program = PROGRAMS[name]._replace(evaluates=name in UNSEEN)
     try:
         plain, losses, _ = trained(program, "off")

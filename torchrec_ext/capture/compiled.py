@@ -178,6 +178,10 @@ class CompiledCall:
             allow_rnn=True,
             recompile_limit=_NO_LIMIT,
             trace_autograd_ops=True,
+            # By these torch 2.11 leaves out guards of layers that are frozen and of defaults.
+            use_recursive_dict_tags_for_guards=False,
+            skip_tensor_guards_with_matching_dict_tags=False,
+            skip_guards_on_constant_func_defaults=False,
         )
 
     def _compile(self, options: dict[str, Any]) -> None:

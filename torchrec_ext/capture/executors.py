@@ -278,8 +278,7 @@ def cuda_graph(
         memory_before = copied(memory, device)
         try:
             static_inputs = [tensor.clone() for tensor in inputs]
-            tensors = [*memory, *static_inputs]
-            graph, outputs = _captured_graph(step, tensors, fuse)
+            graph, outputs = _captured_graph(step, [*memory, *static_inputs], fuse)
         except torch.OutOfMemoryError as error:
             raise CannotCaptureError(
                 f"{device} has too little memory for a CUDA graph: {first_line(error)}"

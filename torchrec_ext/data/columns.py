@@ -111,8 +111,7 @@ class Column:
         return column
 
     def __len__(self) -> int:
-        rows = self._pool if self._windows is None else self._windows.starts
-        return len(rows)
+        return len(self._pool if self._windows is None else self._windows.starts)
 
     @property
     def ragged(self) -> bool:

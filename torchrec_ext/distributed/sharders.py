@@ -153,8 +153,7 @@ class _AsUnsharded:
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:  # noqa: A002
         """Runs TorchRec's look-up and output dist, and makes its result that of the unsharded collection."""
-        sharded = super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
-        return self._as_unsharded(sharded, ctx)
+        return self._as_unsharded(super().compute_and_output_dist(ctx, input), ctx)  # type: ignore[misc]
 
     def _as_unsharded(self, outputs: Any, ctx: Any) -> Any:
         raise NotImplementedError

@@ -239,8 +239,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        back = _Exchange.apply(gradient.contiguous(), *ctx.back)  # type: ignore[no-untyped-call]
-        return back, None, None
+        return _Exchange.apply(gradient.contiguous(), *ctx.back), None, None  # type: ignore[no-untyped-call]
 
 
 class _Outputs(NamedTuple):

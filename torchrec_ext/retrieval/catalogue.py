@@ -377,8 +377,7 @@ class UserTable:
     @classmethod
     def open(cls, folder: Path, key: str) -> UserTable:
         """Opens the users of a bundle; raises BundleError if they are damaged."""
-        seen = read_table(folder / SEEN)[_SEEN]
-        return cls(key, read_table(folder / USERS), seen)
+        return cls(key, read_table(folder / USERS), read_table(folder / SEEN)[_SEEN])
 
     def features(self, row: int) -> dict[str, Any]:
         """Returns a user's raw columns; row -1 is the unknown user's."""

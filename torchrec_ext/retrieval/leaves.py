@@ -451,8 +451,7 @@ class _LeafCollection(nn.Module):
             )
         found = [_looked_up(config, self.columns[name]) for config, name in pairs]
         # TorchRec appends the table's name to features of several tables.
-        by_table = get_embedding_names_by_table(self.configs)
-        names = list(chain.from_iterable(by_table))
+        names = [*chain.from_iterable(get_embedding_names_by_table(self.configs))]
         widths = [config.embedding_dim for config, _ in pairs]
         return KeyedTensor(names, widths, torch.cat(found, 1))
 

@@ -211,8 +211,7 @@ class Scorer:
         excluded = excluded[excluded >= 0]
         mask = self._mask(request)
         if request.exclude_seen and self.bundle.users is not None:
-            seen = self.bundle.users.seen(user.row)
-            excluded = np.concatenate([excluded, seen])
+            excluded = np.concatenate([excluded, self.bundle.users.seen(user.row)])
         if len(excluded):
             if mask is None:
                 mask = np.ones(len(self.bundle.rows), np.bool_)

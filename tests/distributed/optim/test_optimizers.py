@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from tests.examples import small_model
 from torchrec_ext.distributed.optim.config import OptimizerConfig
@@ -18,11 +18,6 @@ MEANT: dict[str, tuple[dict[str, Any], Callable[[list[Tensor]], Optimizer]]] = {
     "decay": (
         {"dense_weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-3},
         lambda weights: AdamW(weights, 0.1, (0.8, 0.9), 1e-3, weight_decay=0.2),
-    ),
-    "sgd": ({"dense": "sgd"}, lambda weights: SGD(weights, 0.1)),
-    "adagrad": (
-        {"dense": "adagrad"},
-        lambda weights: Adagrad(weights, 0.1, eps=1e-8),
     ),
     "l2 of tables": (
         {"tables": "adam", "tables_l2": 0.3, "tables_lr": 0.1},
