@@ -241,7 +241,7 @@ def open_rows(
 
 
 # What DuckDB makes of FROM 'log/*.parquet' and of read_parquet([...]).
-_READS = r'(?:read_parquet|parquet_scan)\([^)]*\)|"[^"]+\.parquet"'
+_READS = r"""(?:read_parquet|parquet_scan)\([^)]*\)|["'][^"']+\.parquet["']"""
 
 
 def open_source(source: Source, columns: Sequence[str], con: Connection) -> Opened:
@@ -272,7 +272,7 @@ def open_source(source: Source, columns: Sequence[str], con: Connection) -> Open
                     f"it is: CAST({name} AS VARCHAR)"
                 )
         raw = raw_types("the relation", types, columns)
-        behind = _files_behind(view, columns, con)
+        behind = _files_behind(source, columns, con)
         return Opened(view=view, raw=raw, where="the relation", files=behind)
     files, schema = scan(source)
     where = files.files[0].name
@@ -285,7 +285,7 @@ def open_source(source: Source, columns: Sequence[str], con: Connection) -> Open
 
 
 def _files_behind(
-    view: str, columns: Collection[str], con: Connection
+    relation: Any, columns: Collection[str], con: Connection
 ) -> list[ParquetSource]:
     """Returns the local parquet files in a relation's SQL, a source for each pattern.
 
@@ -294,8 +294,7 @@ def _files_behind(
     Raises:
         DataError: a file is damaged, or lacks a column or has it in another type.
     """
-    query = f"SELECT sql FROM duckdb_views() WHERE view_name = '{view}'"
-    ((sql,),) = con.execute(query).fetchall()
+    sql = relation.sql_query()
     sources = []
     # By that option files may differ.
     reads = [] if "union_by_name" in sql else re.findall(_READS, sql)
