@@ -223,8 +223,8 @@ def traced(step: _Step, tensors: list[Tensor]) -> GraphModule:
         # not.
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
-        drawn = torch.ops.aten.bernoulli_.float
-        if node.target is drawn and tensors[0].device.type == "cpu":
+        in_place = torch.ops.aten.bernoulli_.float
+        if node.target is in_place and tensors[0].device.type == "cpu":
             node.target = bernoulli_
         if depends_on_values(node.meta.get("val")):
             raise CannotCaptureError(

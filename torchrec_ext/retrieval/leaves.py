@@ -582,10 +582,11 @@ class OwnNetwork(Network):
             return self.model(dense, keyed.to(device)).reshape(-1).float().cpu()  # type: ignore[no-any-return]
         values = {}
         for leaf in self.split.inputs:
-            # Columns that forward takes and does not read are not asked for.
-            shape: Any = (columns.num_rows, *leaf.shape)
-            unread = Column(np.zeros(shape))
-            column = columns.get(leaf.name, unread)
+            column = columns.get(leaf.name)
+            if column is None:
+                # Columns that forward takes and does not read are not asked for.
+                shape: Any = (columns.num_rows, *leaf.shape)
+                column = Column(np.zeros(shape))
             values[leaf.name] = _matrix(column, leaf.dtype).to(device)
         try:
             logits = self.model(**values)
